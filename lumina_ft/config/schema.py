@@ -1,0 +1,286 @@
+"""Configuration of a training run. Everything is frozen, unknown keys are refused, units are in the names.
+
+The schema is the documentation: every field carries the sentence that the docs and `--help` print.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+GROUPS_U2 = (
+    "word_embeddings",
+    "image_embeddings",
+    "image_projection",
+    "attention",
+    "dense_mlp",
+    "router",
+    "shared_experts",
+    "experts",
+    "norms",
+    "lm_head",
+    "image_heads",
+    "codebook_head",
+)
+"""Freezing units of the `u2` family (design §4); every parameter belongs to exactly one."""
+
+GROUP_ALIASES_U2: dict[str, tuple[str, ...]] = {
+    "vision": ("image_embeddings", "image_projection"),
+    "heads": ("lm_head", "image_heads", "codebook_head"),
+    "backbone": ("attention", "dense_mlp", "router", "shared_experts", "experts", "norms"),
+    "all": GROUPS_U2,
+}
+
+
+def _integral(value: Any) -> Any:
+    """Accept `1e3` for 1000: YAML reads it as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError(f"range {list(value)} must be ascending")
+    return value
+
+
+Range = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and a key that isn't declared is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    path: Path | None = None
+    """Checkpoint directory: split, packed or sharded layout of either; detected from its keys."""
+    config: str | None = None
+    """A `config.json`, or a shipped name (`u2-tiny`), to start from random weights. Needs `random_init: true`."""
+    random_init: bool = False
+    """Start from random weights drawn from `seed`; an explicit wish, never a fallback."""
+    tokenizer: str | None = None
+    """Tokenizer directory, or `demo` for the small one that ships with the package. Default: `model.path`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype. bfloat16 keeps fp32 master weights in the optimizer."""
+    gradient_checkpointing: bool = True
+    """Recompute decoder layers in backward: less memory, about a third more time."""
+    experts_impl: Literal["auto", "torch", "eager"] = "auto"
+    """Routed experts: `torch` is one grouped operation, `eager` a readable loop; `auto` says once what it chose."""
+    attention_impl: Literal["auto", "segmented", "dense"] = "auto"
+    """`segmented` costs the sum of squared sample lengths; `dense` builds the S x S mask (reference)."""
+
+    @model_validator(mode="after")
+    def _source(self) -> "ModelConfig":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of model.path (a checkpoint) and model.config (with random_init: true)")
+        if self.config is not None and not self.random_init:
+            raise ValueError("model.config starts from random weights; set model.random_init: true to say so")
+        if self.path is not None and self.random_init:
+            raise ValueError("model.random_init: true contradicts model.path; use model.config")
+        return self
+
+
+class NoiseConfig(Section):
+    """Block-diffusion noise, drawn at load time from (seed, epoch, sample id)."""
+
+    text_sigma: Range = (0.3, 0.8)
+    """One rate per sample, uniform in this range; each answer token is masked with that probability (spec §6)."""
+    image_ratio: Literal["cosine", "uniform"] = "cosine"
+    """Share of image positions masked: cos(pi*r/2) or r, r uniform; at least one, newline rows never."""
+    image_ratio_range: Range = (0.0, 1.0)
+    """Bounds of r."""
+
+
+class DataConfig(Section):
+    """What a run reads: a directory written by `lumina-ft data build`."""
+
+    path: Path
+    """Built dataset directory."""
+    eval_path: Path | None = None
+    """Built dataset for the held-out loss; overrides `eval_fraction`."""
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of samples held out by a hash of their id, the same for every stage and world size."""
+    max_pack_tokens: Count = 8192
+    """S: every pack has at most this many tokens; a longer sample is an error."""
+    packing: Literal["best_fit", "greedy", "none"] = "best_fit"
+    """best_fit: best-fit decreasing inside windows; greedy: in order; none: one sample a pack."""
+    pad_packs: bool = False
+    """Pad every pack to `max_pack_tokens`: constant shapes for compilers and allocators, at the price of idle tokens."""
+    tasks: tuple[str, ...] | None = None
+    """Use only these tasks of the dataset (text, understand, t2i)."""
+    block_tokens: Count = 32
+    """L: length of a text diffusion block (spec §2)."""
+    answer_tail: Literal["eoa", "pad", "short"] = "eoa"
+    """How the last block of a text answer is filled: supervised EOA, supervised pad, or left short (leaks length)."""
+    condition_drop: Fraction = 0.1
+    """Share of image-generating samples whose user turn becomes <uncondition>, for guidance (spec §6)."""
+    noise: NoiseConfig = NoiseConfig()
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate of a stage that names none."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1
+    """Not applied to norms, biases and other 1-D parameters."""
+    decay_unused: bool = True
+    """false: a parameter whose gradient is exactly zero in a step doesn't decay in that step."""
+    max_grad_norm: NonNegative = 1.0
+    """Global gradient-norm clip; 0 turns clipping off."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Fraction = 0.03
+    """Share of the stage's steps with rising lr."""
+    min_lr_ratio: Fraction = 0.0
+    """Final lr as a share of the peak (cosine, linear)."""
+
+
+class StageConfig(Section):
+    """One stage: what is trained, how fast, how long, on which data."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    train: tuple[str, ...] = ("all",)
+    """Parameter groups or aliases to train."""
+    freeze: tuple[str, ...] = ()
+    """Groups or aliases taken out of `train` again."""
+    lr: Positive | None = None
+    """Peak learning rate of this stage; default optim.lr."""
+    group_lr: dict[str, Positive] = {}
+    """Peak learning rate per group or alias; a group named outright beats an alias."""
+    steps: Count | None = None
+    """Length in optimizer steps. Exactly one of steps and epochs."""
+    epochs: Positive | None = None
+    """Length in (fractional) passes over the packs."""
+    data: dict[str, Any] = {}
+    """Overrides of the run's `data` section for this stage."""
+    schedule: Literal["cosine", "linear", "constant"] | None = None
+    """Default optim.schedule."""
+
+    @model_validator(mode="after")
+    def _length(self) -> "StageConfig":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"stage {self.name!r} needs exactly one of steps and epochs")
+        return self
+
+
+class LossConfig(Section):
+    """Weights of the terms; each is a sum over the step's positions divided by their global count."""
+
+    text: NonNegative = 1.0
+    image: NonNegative = 1.0
+    balance: NonNegative = 0.01
+    """Load balancing E * sum(f_i * P_i), averaged over MoE layers (T5)."""
+
+
+class TrainConfig(Section):
+    packs_per_step: Count = 8
+    """Packs of one optimizer step over all ranks; ranks x accumulation must divide it."""
+    log_every_steps: Count = 1
+    eval_every_steps: CountOrZero = 0
+    """Held-out loss every N steps; 0: at the end of each stage only."""
+    save_every_steps: CountOrZero = 0
+    """Checkpoint every N steps; 0: at the end of each stage only."""
+    keep_checkpoints: Count = 2
+    """Older step checkpoints are deleted; stage ends are kept."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A non-finite value anywhere stops the run, or skips the step on every rank; batch ids are dumped either way."""
+    max_skipped_steps: Count = 3
+    """With `skip`: this many skipped steps in a row stop the run."""
+    tensorboard: bool = True
+    plots: bool = True
+    """Write loss curves and the expert load as PNG at the end of each stage."""
+
+
+class ParallelConfig(Section):
+    ranks: Count = 1
+    """Processes that `lumina-ft sft` starts on this machine. Under torchrun or deepspeed: theirs must agree, or unset."""
+    zero: str = "zero2"
+    """`zero0`…`zero3` (ds_configs/), or the path of a DeepSpeed JSON file."""
+    threads_per_rank: CountOrZero = 0
+    """CPU threads of a rank; 0: cores divided by ranks on CPU, torch's default on GPU."""
+    timeout_minutes: Positive = 30.0
+    """Limit of one collective."""
+    master_port: CountOrZero = 0
+    """0 takes a free port."""
+
+
+class RunConfig(Section):
+    """The whole run: `lumina-ft sft --config run.yaml`."""
+
+    family: Literal["u2"] = "u2"
+    output_dir: Path
+    seed: CountOrZero = 0
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> "RunConfig":
+        names = [s.name for s in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"stages: the name {name!r} occurs {names.count(name)} times; names must differ")
+        for i, stage in enumerate(self.stages):
+            self.stage_data(i)
+            groups = selected_groups(stage)
+            for key in stage.group_lr:
+                if not set(expand_group(key, f"stages.{i}.group_lr")) & set(groups):
+                    raise ValueError(f"stages.{i}.group_lr: {key!r} is frozen in stage {stage.name!r}; remove it")
+        if self.train.packs_per_step % self.parallel.ranks:
+            raise ValueError(
+                f"train.packs_per_step={self.train.packs_per_step} must be a multiple of parallel.ranks="
+                f"{self.parallel.ranks}; use {-(-self.train.packs_per_step // self.parallel.ranks) * self.parallel.ranks}"
+            )
+        return self
+
+    def stage_data(self, index: int) -> DataConfig:
+        """The data section of stage `index`, with that stage's overrides."""
+        merged = {**self.data.model_dump(), **self.stages[index].data}
+        if isinstance(self.stages[index].data.get("noise"), dict):
+            merged["noise"] = {**self.data.noise.model_dump(), **self.stages[index].data["noise"]}
+        return DataConfig.model_validate(merged)
+
+
+def expand_group(name: str, key: str) -> tuple[str, ...]:
+    """Groups behind a group name or alias.
+
+    Raises:
+        ValueError: unknown name, with the nearest known one.
+    """
+    if name in GROUPS_U2:
+        return (name,)
+    if name in GROUP_ALIASES_U2:
+        return GROUP_ALIASES_U2[name]
+    from lumina_ft.errors import nearest
+
+    known = [*GROUPS_U2, *GROUP_ALIASES_U2]
+    raise ValueError(f"{key}: unknown parameter group {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+
+
+def selected_groups(stage: StageConfig) -> tuple[str, ...]:
+    """Trainable groups of a stage in canonical order.
+
+    Raises:
+        ValueError: an unknown name, or nothing left to train.
+    """
+    chosen = {g for name in stage.train for g in expand_group(name, f"stage {stage.name!r}.train")}
+    chosen -= {g for name in stage.freeze for g in expand_group(name, f"stage {stage.name!r}.freeze")}
+    if not chosen:
+        raise ValueError(f"stage {stage.name!r} trains nothing: train={list(stage.train)} freeze={list(stage.freeze)}")
+    return tuple(g for g in GROUPS_U2 if g in chosen)
