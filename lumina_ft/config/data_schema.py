@@ -26,7 +26,7 @@ class CodecConfig(Section):
     patch_size: Count = 4
     """pq: pixels per patch side; the grid is image_size / patch_size squared."""
     codes_per_codebook: Count = 32
-    """pq: k-means centres per codebook."""
+    """pq: k-means centres per codebook. token-files with the demo tokenizer: bound of the codes, 4096 if not set."""
     num_codebooks: Count = 8
     channels: Literal["gray", "rgb"] = "rgb"
     fit_images: Count = 20000
@@ -51,16 +51,16 @@ class BuildConfig(Section):
     output: Path
     """Directory to write; must not exist unless `overwrite`."""
     format: Literal["auto", "messages", "pairs"] = "auto"
-    """`messages`: OpenAI-style list of role/content; `pairs`: prompt/response. `auto` reads the first row and says so."""
+    """`messages`: OpenAI-style list of role/content; `pairs`: prompt/response. `auto`: as the first row looks."""
     task: Task | Literal["auto"] = "auto"
-    """Task of every row; `auto`: the row's own `task` field, else text or understand by its media; t2i when the answer is an image."""
+    """Task of every row; `auto`: the row's `task` field, else by its media (an image in the answer means t2i)."""
     media_dir: Path | None = None
     """Where relative image paths start; default: the directory of the input file."""
     codec: Annotated[CodecConfig, BeforeValidator(_codec)] = CodecConfig()
     tokenizer: str = "demo"
     """Tokenizer directory, or `demo`."""
     model_config_file: Path | None = None
-    """`config.json` of the model whose ids and codebooks the rows must fit; default: the tokenizer directory's own, or the demo's."""
+    """`config.json` of the model whose ids and codebooks the rows must fit; default: the tokenizer's, or the demo's."""
     system_prompts: dict[Task, str] = {}
     """Override of the published system prompt of a task (spec §2)."""
     on_bad_row: Literal["error", "quarantine"] = "error"
@@ -71,4 +71,6 @@ class BuildConfig(Section):
     """L, only used to compute sample lengths for the packing report."""
     overwrite: bool = False
     workers: CountOrZero = 1
+    """Processes that read and encode rows; 0: one per core. The result doesn't depend on it."""
     seed: CountOrZero = 0
+    """Drives the fit of the `pq` codec."""

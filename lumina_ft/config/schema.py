@@ -6,7 +6,7 @@ The schema is the documentation: every field carries the sentence that the docs 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 GROUPS_U2 = (
     "word_embeddings",
@@ -32,18 +32,20 @@ GROUP_ALIASES_U2: dict[str, tuple[str, ...]] = {
 }
 
 
-def _integral(value: Any) -> Any:
-    """Accept `1e3` for 1000: YAML reads it as a float."""
+def _number(value: Any) -> Any:
+    """Refuse `true` for 1, and accept `1e3` for 1000: YAML reads it as a float."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0)]
 
 
 def _ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -58,7 +60,15 @@ Range = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
 class Section(BaseModel):
     """Base of every section: frozen, and a key that isn't declared is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        """A leading `~/` means the home directory, as in a shell."""
+        return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 class ModelConfig(Section):
@@ -108,14 +118,14 @@ class DataConfig(Section):
     """Built dataset directory."""
     eval_path: Path | None = None
     """Built dataset for the held-out loss; overrides `eval_fraction`."""
-    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    eval_fraction: Annotated[float, BeforeValidator(_number), Field(ge=0.0, lt=1.0)] = 0.0
     """Share of samples held out by a hash of their id, the same for every stage and world size."""
     max_pack_tokens: Count = 8192
     """S: every pack has at most this many tokens; a longer sample is an error."""
     packing: Literal["best_fit", "greedy", "none"] = "best_fit"
-    """best_fit: best-fit decreasing inside windows; greedy: in order; none: one sample a pack."""
+    """best_fit: tightest fit in windows of shuffled samples; greedy: next fit in shuffled order; none: one a pack."""
     pad_packs: bool = False
-    """Pad every pack to `max_pack_tokens`: constant shapes for compilers and allocators, at the price of idle tokens."""
+    """Pad every pack to `max_pack_tokens`: constant shapes for compilers and allocators, but idle tokens."""
     tasks: tuple[str, ...] | None = None
     """Use only these tasks of the dataset (text, understand, t2i)."""
     block_tokens: Count = 32
@@ -205,7 +215,7 @@ class TrainConfig(Section):
 
 class ParallelConfig(Section):
     ranks: Count = 1
-    """Processes that `lumina-ft sft` starts on this machine. Under torchrun or deepspeed: theirs must agree, or unset."""
+    """Processes that `lumina-ft sft` starts on this machine. Under torchrun or deepspeed: unset, or equal to theirs."""
     zero: str = "zero2"
     """`zero0`…`zero3` (ds_configs/), or the path of a DeepSpeed JSON file."""
     threads_per_rank: CountOrZero = 0
@@ -243,9 +253,10 @@ class RunConfig(Section):
                 if not set(expand_group(key, f"stages.{i}.group_lr")) & set(groups):
                     raise ValueError(f"stages.{i}.group_lr: {key!r} is frozen in stage {stage.name!r}; remove it")
         if self.train.packs_per_step % self.parallel.ranks:
+            per_rank = -(-self.train.packs_per_step // self.parallel.ranks)
             raise ValueError(
                 f"train.packs_per_step={self.train.packs_per_step} must be a multiple of parallel.ranks="
-                f"{self.parallel.ranks}; use {-(-self.train.packs_per_step // self.parallel.ranks) * self.parallel.ranks}"
+                f"{self.parallel.ranks}; use {per_rank * self.parallel.ranks}"
             )
         return self
 

@@ -1,0 +1,250 @@
+"""Loading and saving of weights in every published layout, one tensor at a time.
+
+A checkpoint is compared with the model from the file headers alone; only when every name, shape and dtype fits is the
+first weight written. Experts of the split layout are stacked tensor by tensor, so besides the model itself the largest
+stacked tensor is all that is ever held.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from lumina_ft.errors import CheckpointError, ConfigError
+from lumina_ft.models.hf_keys import MODEL_TYPES, Layout, is_stacked_experts, split_key
+from lumina_ft.models.matching import match_checkpoint, read_native
+from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, ShardWriter, TensorSpec, write_json
+from lumina_ft.models.u2_config import U2Config
+from lumina_ft.parallel.zero3 import full_shape, write_tensor
+
+Writer = Callable[[Tensor, Tensor], None]
+"""`writer(target, value)`: fill one parameter or buffer of the model with the full tensor `value`."""
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+CONFIG_FILE = "config.json"
+_CARRIED = ("*.py", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_CONFIG_DEFAULTS = {"architectures": ["LLaDA2MoeModelLM"], "rope_scaling": None, "use_cache": False}
+"""Keys of the published config.json that the model's config doesn't keep."""
+_NOT_CARRIED = ("config.json", "*.index.json", "adapter_config.json")
+
+
+def load_weights(model: PreTrainedModel, directory: Path, *, writer: Writer | None = None) -> Layout:
+    """Fill a model from a checkpoint directory, streaming.
+
+    Args:
+        model: parameters and buffers keep their dtypes; buffers such as the fp32 `expert_bias` get the stored bits.
+        directory: split or packed, single file or shards.
+        writer: fills one target; the default copies, and under ZeRO-3 spreads rank 0's value over the ranks. Targets
+            come in the same order on all ranks, so a writer may be collective.
+
+    Returns:
+        The layout found.
+
+    Raises:
+        CheckpointError: see `match_checkpoint`; nothing has been written to the model then.
+    """
+    targets = model.state_dict(keep_vars=True)
+    write = writer or write_tensor
+    with CheckpointReader(Path(directory)) as reader:
+        match = match_checkpoint(reader, {name: tuple(full_shape(t)) for name, t in targets.items()}, model.config)
+        for name, source in match.sources.items():
+            write(targets[name], read_native(reader, source))
+    return match.layout
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """Content of a checkpoint's config.json.
+
+    Raises:
+        CheckpointError: missing, or not a JSON object.
+    """
+    path = Path(directory) / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path} — not found — a checkpoint directory holds a {CONFIG_FILE} — check the path")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} — {error} — must be a JSON object — copy it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} — {type(content).__name__} — must be a JSON object — copy it again")
+    return content
+
+
+def load_pretrained(
+    cls: type[Model],
+    directory: Path,
+    *,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    writer: Writer | None = None,
+) -> Model:
+    """Build a model from a checkpoint directory and fill it. Ends in eval mode, as `from_pretrained` does.
+
+    Args:
+        cls: the model class.
+        directory: checkpoint of either layout.
+        config: used instead of the directory's own `U2Config`.
+        dtype: of the parameters; default: the one that config.json names, else float32.
+        writer: see `load_weights`.
+
+    Raises:
+        CheckpointError: the directory doesn't hold exactly this model.
+        ConfigError: config.json describes a model that isn't supported.
+    """
+    directory = Path(directory)
+    if config is None:
+        read_config_json(directory)
+        config = U2Config.load(directory)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    with _default_dtype(dtype or stored or torch.float32), no_init_weights():
+        model = cls(config)
+    load_weights(model, directory, writer=writer)
+    return model.eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class ModelWriter:
+    """Writes a model directory: weights in the wanted layout as they arrive, config.json and carried files at the end.
+
+    Args:
+        directory: created if needed.
+        specs: shape and dtype of every persistent tensor, by native name.
+        layout: `packed` or `split`.
+        config_json: content of config.json; `model_type` is set to name the layout (spec §1, trap 15).
+        max_shard_bytes: see `ShardWriter`.
+        source_dir: code files (`auto_map`), tokenizer and licence files are copied from here (T12).
+
+    Raises:
+        ConfigError: unknown layout.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        *,
+        layout: Layout,
+        config_json: Mapping[str, Any],
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        source_dir: Path | None = None,
+    ) -> None:
+        if layout not in MODEL_TYPES:
+            raise ConfigError(f"layout — {layout!r} — must be one of {', '.join(MODEL_TYPES)} — choose one")
+        self.directory = Path(directory)
+        self.layout = layout
+        self._config = {**config_json, "model_type": MODEL_TYPES[layout]}
+        self._source_dir = source_dir
+        stored: dict[str, TensorSpec] = {}
+        for name, spec in specs.items():
+            for key in self._keys(name, spec.shape):
+                stored[key] = spec if key == name else TensorSpec(spec.shape[1:], spec.dtype)
+        self.num_tensors = len(stored)
+        self._shards = ShardWriter(self.directory, stored, max_shard_bytes=max_shard_bytes)
+
+    def _keys(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        if self.layout == "split" and is_stacked_experts(name):
+            return [split_key(name, expert) for expert in range(shape[0])]
+        return [name]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one full tensor under its native name; order doesn't matter."""
+        keys = self._keys(name, tuple(tensor.shape))
+        if keys == [name]:
+            self._shards.write(name, tensor)
+            return
+        for expert, key in enumerate(keys):
+            self._shards.write(key, tensor[expert])
+
+    def __enter__(self) -> "ModelWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+        self._shards.__exit__(kind, value, trace)
+        if kind is None:
+            write_json(self.directory / CONFIG_FILE, self._config)
+            if self._source_dir is not None:
+                carry_files(self._source_dir, self.directory)
+
+
+def carry_files(source: Path, target: Path) -> list[str]:
+    """Copy what makes a checkpoint usable besides weights and config: code, tokenizer, templates, licences (T12).
+
+    Returns:
+        Names copied.
+    """
+    if source.resolve() == target.resolve():
+        return []
+    names = []
+    for path in sorted(source.iterdir()):
+        wanted = any(path.match(pattern) for pattern in _CARRIED)
+        if path.is_file() and wanted and not any(path.match(pattern) for pattern in _NOT_CARRIED):
+            shutil.copyfile(path, target / path.name)
+            names.append(path.name)
+    return names
+
+
+def export_config(config: PretrainedConfig, dtype: torch.dtype, source_dir: Path | None = None) -> dict[str, Any]:
+    """Content of an exported config.json: the source's keys (`auto_map`, unknown ones), overruled by the model's own.
+
+    Args:
+        config: of the model.
+        dtype: of the weights, written as `torch_dtype`, which every transformers version reads.
+        source_dir: the checkpoint that the model came from.
+    """
+    source = dict(_CONFIG_DEFAULTS) if source_dir is None else read_config_json(source_dir)
+    own = config.to_diff_dict()
+    own.pop("dtype", None)
+    # The published code reads such keys with a default of its own, which a null would defeat.
+    own = {key: value for key, value in own.items() if value is not None or getattr(type(config), key, 0) is not None}
+    kept = {key: source[key] for key in ("architectures", "auto_map") if key in source}
+    return {**source, **own, **kept, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def save_model(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    layout: Layout = "packed",
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    source_dir: Path | None = None,
+) -> None:
+    """Write a whole (unpartitioned) model as a checkpoint directory, streaming.
+
+    Args:
+        model: its tensors are written in their own dtypes.
+        directory: may hold an earlier export, which is replaced.
+        layout: `packed` (native, for training and dFactory) or `split` (for the official inference code).
+        max_shard_bytes: largest shard.
+        source_dir: see `ModelWriter`.
+    """
+    tensors = model.state_dict()
+    specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    config_json = export_config(model.config, model.dtype, source_dir)
+    with ModelWriter(
+        directory,
+        specs,
+        layout=layout,
+        config_json=config_json,
+        max_shard_bytes=max_shard_bytes,
+        source_dir=source_dir,
+    ) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
