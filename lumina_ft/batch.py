@@ -28,7 +28,7 @@ class Batch:
         labels: [S, C] int64; -100 where not supervised. Text supervision sits in column 0 (all columns repeat it).
         type_ids: [S] uint8: 1 text/special, 2 media prompt, 3 text answer, 4 media answer; 0 in the padding tail.
         position_ids: [S] int64, restarting at 0 per sample.
-        turn_ids: [S] int64. block_ids: [S] int64, -1 outside answers of text turns.
+        turn_ids: [S] int64. block_ids: [S] int64, block of an answer row; -1 where there is none (spec §2).
         is_clean: [S] bool. noised: [S] bool, rows whose ids were replaced by a mask id.
         cu_seqlens: [n + 1] int32, starts at 0, strictly increasing, last entry = end of the last sample (<= S).
         valid: [S] bool, False in the padding tail.

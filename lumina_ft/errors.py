@@ -4,6 +4,7 @@ Every message reads "key or file:line — value — rule — fix".
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -25,6 +26,18 @@ class CheckpointError(LuminaError):
 
 class RunError(LuminaError):
     """The run itself failed (non-finite loss, lost rank). Exit code 1, not 2."""
+
+
+class Interrupted(Exception):
+    """A signal told the run to stop, and it has; nobody's error.
+
+    Attributes:
+        exit_code: 130 for SIGINT, 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int, how_to_continue: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} — {how_to_continue}")
+        self.exit_code = 128 + number
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

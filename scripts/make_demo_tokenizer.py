@@ -57,7 +57,9 @@ def main() -> None:
     tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"vocabulary has {tokenizer.get_vocab_size()} entries, expected {VOCAB_SIZE}: enlarge corpus()")
+        raise SystemExit(
+            f"vocabulary has {tokenizer.get_vocab_size()} entries, expected {VOCAB_SIZE}: enlarge corpus()"
+        )
     TARGET.mkdir(parents=True, exist_ok=True)
     (TARGET / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
     config = {

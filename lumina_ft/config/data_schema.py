@@ -28,7 +28,9 @@ class CodecConfig(Section):
     codes_per_codebook: Count = 32
     """pq: k-means centres per codebook. token-files with the demo tokenizer: bound of the codes, 4096 if not set."""
     num_codebooks: Count = 8
+    """pq: codes per patch."""
     channels: Literal["gray", "rgb"] = "rgb"
+    """pq: colour of the images that are encoded and decoded."""
     fit_images: Count = 20000
     """pq: at most this many images are used to fit."""
 
@@ -70,6 +72,7 @@ class BuildConfig(Section):
     block_tokens: Count = 32
     """L, only used to compute sample lengths for the packing report."""
     overwrite: bool = False
+    """Replace an existing dataset at `output`."""
     workers: CountOrZero = 1
     """Processes that read and encode rows; 0: one per core. The result doesn't depend on it."""
     seed: CountOrZero = 0

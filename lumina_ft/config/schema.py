@@ -143,7 +143,9 @@ class OptimConfig(Section):
     lr: Positive = 1e-5
     """Peak learning rate of a stage that names none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of AdamW's running means of the gradient and of its square."""
     eps: Positive = 1e-8
+    """Added to AdamW's denominator."""
     weight_decay: NonNegative = 0.1
     """Not applied to norms, biases and other 1-D parameters."""
     decay_unused: bool = True
@@ -151,6 +153,7 @@ class OptimConfig(Section):
     max_grad_norm: NonNegative = 1.0
     """Global gradient-norm clip; 0 turns clipping off."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up."""
     warmup_ratio: Fraction = 0.03
     """Share of the stage's steps with rising lr."""
     min_lr_ratio: Fraction = 0.0
@@ -161,6 +164,7 @@ class StageConfig(Section):
     """One stage: what is trained, how fast, how long, on which data."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    """Name in metrics, pictures and overrides; letters, digits and `_.-`."""
     train: tuple[str, ...] = ("all",)
     """Parameter groups or aliases to train."""
     freeze: tuple[str, ...] = ()
@@ -189,7 +193,9 @@ class LossConfig(Section):
     """Weights of the terms; each is a sum over the step's positions divided by their global count."""
 
     text: NonNegative = 1.0
+    """Cross-entropy of masked answer text, per position."""
     image: NonNegative = 1.0
+    """Cross-entropy of masked image codes, per position and codebook."""
     balance: NonNegative = 0.01
     """Load balancing E * sum(f_i * P_i), averaged over MoE layers (T5)."""
 
@@ -198,6 +204,7 @@ class TrainConfig(Section):
     packs_per_step: Count = 8
     """Packs of one optimizer step over all ranks; ranks x accumulation must divide it."""
     log_every_steps: Count = 1
+    """Record metrics every N steps."""
     eval_every_steps: CountOrZero = 0
     """Held-out loss every N steps; 0: at the end of each stage only."""
     save_every_steps: CountOrZero = 0
@@ -209,6 +216,7 @@ class TrainConfig(Section):
     max_skipped_steps: Count = 3
     """With `skip`: this many skipped steps in a row stop the run."""
     tensorboard: bool = True
+    """Also write TensorBoard events, one run per stage."""
     plots: bool = True
     """Write loss curves and the expert load as PNG at the end of each stage."""
 
@@ -230,8 +238,11 @@ class RunConfig(Section):
     """The whole run: `lumina-ft sft --config run.yaml`."""
 
     family: Literal["u2"] = "u2"
+    """Model family."""
     output_dir: Path
+    """Run directory: metrics, checkpoints, pictures, log."""
     seed: CountOrZero = 0
+    """Drives order, noise, condition drops and random weights."""
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig = OptimConfig()

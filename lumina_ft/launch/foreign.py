@@ -1,0 +1,121 @@
+"""A run whose ranks were started by someone else: `torchrun cli.py sft …`, `deepspeed cli.py sft …`.
+
+The launcher starts each rank once, but a stage needs fresh processes: a ZeRO-3 engine that is rebuilt in one process
+leaks. So each rank replaces itself (exec) with the same command for the next stage. The process group of each stage
+uses its own prefix in the launcher's store.
+"""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from lumina_ft.config.schema import RunConfig
+from lumina_ft.errors import ConfigError
+from lumina_ft.launch.checks import check_run
+from lumina_ft.launch.rank import execute_stage
+from lumina_ft.launch.resume import ResumePoint, after_stage, resume_point
+from lumina_ft.launch.run_dir import LOG_FILE, prepare_run_dir
+from lumina_ft.launch.summary import run_summary
+
+STAGE_ENV = "LUMINA_FT_FOREIGN_STAGE"
+"""Set by a rank for its next incarnation: index of the stage to run; the run directory is ready by then."""
+
+START_ENV = "LUMINA_FT_FOREIGN_START"
+"""Set with it: when the first stage started, in unix seconds."""
+
+_SPEAK_AFTER_SECONDS = 5.0
+
+
+def is_foreign() -> bool:
+    """Whether another launcher started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_main_rank() -> bool:
+    """Rank 0, or a process that isn't a rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def with_world_size(cfg: RunConfig) -> RunConfig:
+    """The config with `parallel.ranks` as the launcher set it.
+
+    Raises:
+        ConfigError: the config asks for another number outright, or the number doesn't fit the config.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    if "ranks" in cfg.parallel.model_fields_set and cfg.parallel.ranks != size:
+        raise ConfigError(
+            f"parallel.ranks — {cfg.parallel.ranks} — the launcher started {size} ranks — "
+            "leave parallel.ranks out, or make them agree"
+        )
+    if cfg.train.packs_per_step % size:
+        raise ConfigError(
+            f"train.packs_per_step — {cfg.train.packs_per_step} — must be a multiple of the launcher's {size} ranks — "
+            f"use {-(-cfg.train.packs_per_step // size) * size}"
+        )
+    return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"ranks": size})})
+
+
+def run_foreign(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    """Run one stage in this process, then become the next one; the last stage returns.
+
+    Returns:
+        The summary that `--json` prints.
+
+    Raises:
+        LuminaError: the config or the stage failed. Every rank raises; see `wait_for_main_rank`.
+    """
+    start = float(os.environ.setdefault(START_ENV, str(time.time())))
+    cfg = with_world_size(cfg)
+    if STAGE_ENV in os.environ:
+        point = after_stage(cfg.output_dir, int(os.environ[STAGE_ENV]) - 1)
+    else:
+        point = _first_point(cfg, resume=resume, overwrite=overwrite)
+    if point.stage_index < len(cfg.stages):
+        # The launcher owns our output, so rank 0 keeps its own log.
+        log_file = cfg.output_dir / LOG_FILE if is_main_rank() else None
+        execute_stage(cfg, point.stage_index, resume=point.checkpoint, run_dir=cfg.output_dir, log_file=log_file)
+        if point.stage_index + 1 < len(cfg.stages):
+            _become_stage(point.stage_index + 1)
+    return run_summary(cfg, seconds=time.time() - start)
+
+
+def _first_point(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumePoint:
+    check_run(cfg)
+    if is_main_rank():
+        return prepare_run_dir(cfg, resume=resume, overwrite=overwrite)
+    # The others meet rank 0 in the process group, which it joins only when the directory is ready, or not at all.
+    return resume_point(cfg.output_dir) if resume else ResumePoint(0, None)
+
+
+def _become_stage(index: int) -> NoReturn:
+    """Replace this process by the same command for stage `index`; pid, pipes and environment stay."""
+    os.environ[STAGE_ENV] = str(index)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Sockets and devices of libraries would otherwise live on in the new process, a listening port among them. They are
+    # closed by the exec itself: threads of those libraries still use them.
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):
+                os.set_inheritable(int(name), False)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def wait_for_main_rank() -> None:
+    """Let rank 0 speak first about an error that every rank has met: its exit makes the launcher end the others."""
+    if is_foreign() and not is_main_rank():
+        time.sleep(_SPEAK_AFTER_SECONDS)
+
+
+def end_rank(code: int) -> None:
+    """End a rank of another launcher at once; does nothing in any other process.
+
+    A failed rank must not wait in the destructors of a process group whose other ranks are stuck in a collective.
+    """
+    if is_foreign():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,104 @@
+"""`python -m lumina_ft.launch.rank --run-dir D --stage I [--resume CHECKPOINT]`: one rank of one stage.
+
+Started by `agent.py` under torchrun's environment variables; the config is the run directory's resolved `run.yaml`.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lumina_ft.config.load import load_run
+from lumina_ft.config.schema import RunConfig
+from lumina_ft.errors import ConfigError, LuminaError
+from lumina_ft.launch.checks import cpu_cores
+from lumina_ft.launch.failures import EXIT_BUG, exit_code, write_failure
+from lumina_ft.launch.lifeline import die_with_parent
+from lumina_ft.launch.run_dir import RUN_FILE
+
+
+def main(argv: list[str]) -> int:
+    """Run the stage; a failure goes to the run directory, where the parent finds it.
+
+    Returns:
+        0, 1 (our bug or a failed run) or 2 (an error of the user's).
+    """
+    parser = argparse.ArgumentParser(prog="lumina_ft.launch.rank")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--resume", type=Path)
+    args = parser.parse_args(argv)
+    # Python would deliver Ctrl-C only after the collective that the rank waits in. Every file that a run relies on is
+    # written aside and renamed, so that dying at once loses nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent(signal.SIGKILL)
+    try:
+        cfg = load_run(args.run_dir / RUN_FILE, [])
+        execute_stage(cfg, args.stage, resume=args.resume, run_dir=args.run_dir)
+    except Exception as error:
+        write_failure(args.run_dir, int(os.environ.get("RANK", "0")), error, time.time())
+        return exit_code(error) if isinstance(error, LuminaError) else EXIT_BUG
+    return 0
+
+
+def execute_stage(
+    cfg: RunConfig, stage_index: int, *, resume: Path | None, run_dir: Path, log_file: Path | None = None
+) -> None:
+    """Prepare this process as a rank and train one stage in it.
+
+    Args:
+        resume: checkpoint to start from: the end of the previous stage, or one inside this stage.
+        log_file: where log messages go besides stderr; None when a parent process copies stderr.
+    """
+    _configure_logging(log_file)
+    _configure_devices(cfg)
+    from lumina_ft.train.run import train_stage
+
+    train_stage(cfg, stage_index, resume=resume, run_dir=run_dir)
+
+
+def _configure_logging(log_file: Path | None) -> None:
+    """Rank 0 informs, the others only warn and say who they are."""
+    rank = int(os.environ.get("RANK", "0"))
+    logger = logging.getLogger("lumina_ft")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    logger.handlers = [logging.StreamHandler(sys.stderr)]
+    if log_file is not None:
+        logger.handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+
+
+def _configure_devices(cfg: RunConfig) -> None:
+    """Set the CPU threads of this rank, and refuse more ranks than GPUs.
+
+    Raises:
+        ConfigError: GPUs are used and this machine shows fewer than the ranks on it.
+    """
+    import torch
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+    on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+    if on_gpu and torch.cuda.device_count() < local_ranks:
+        raise ConfigError(
+            f"parallel.ranks — {local_ranks} on this machine — it shows {torch.cuda.device_count()} GPUs; each rank "
+            "needs its own — lower parallel.ranks, check CUDA_VISIBLE_DEVICES, or set DS_ACCELERATOR=cpu"
+        )
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
+    if cfg.parallel.threads_per_rank:
+        torch.set_num_threads(cfg.parallel.threads_per_rank)
+    elif not on_gpu:
+        torch.set_num_threads(max(1, cpu_cores() // local_ranks))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that failed must not wait in the destructors of a process group whose other ranks are stuck.
+    os._exit(status)

@@ -1,0 +1,179 @@
+"""The run directory: who may use it, what lies in it, and the log that everything on stderr is copied to."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from lumina_ft.config.load import load_run
+from lumina_ft.config.schema import RunConfig
+from lumina_ft.config.yaml_file import dump_yaml
+from lumina_ft.errors import ConfigError
+from lumina_ft.launch.resume import ResumePoint, forget_lost_steps, resume_point
+from lumina_ft.monitor.metrics import METRICS_FILE
+
+RUN_FILE = "run.yaml"
+ENVIRONMENT_FILE = "environment.json"
+LOG_FILE = "log.txt"
+ERRORS_DIR = "errors"
+SUMMARY_FILE = "summary.json"
+
+_OWNED = (
+    RUN_FILE,
+    ENVIRONMENT_FILE,
+    LOG_FILE,
+    SUMMARY_FILE,
+    METRICS_FILE,
+    ERRORS_DIR,
+    "checkpoints",
+    "nonfinite",
+    "plots",
+    "tensorboard",
+)
+"""All that a run writes, hence all that `--overwrite` deletes."""
+
+_FIXED_ON_RESUME = ("family", "seed", "model.path", "model.config", "data", "train.packs_per_step")
+"""Keys that decide which samples a step sees or what a checkpoint holds; stages already begun are fixed, too."""
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "triton", "numpy", "safetensors", "pydantic")
+_ENV_PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "DS_", "TORCH_", "SLURM_JOB_ID", "LUMINA_")
+_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumePoint:
+    """Create the run directory and write `run.yaml` and `environment.json`.
+
+    Returns:
+        Where the run starts.
+
+    Raises:
+        ConfigError: it holds a run and neither `resume` nor `overwrite` is given; there is nothing to resume; or
+            `resume` with a config that would no longer see the same samples.
+        CheckpointError: the newest checkpoint can't be read.
+    """
+    path = cfg.output_dir
+    point = ResumePoint(0, None)
+    present = [name for name in _OWNED if (path / name).exists()]
+    if resume:
+        point = resume_point(path)
+        _check_resumable(cfg, point.stage_index)
+        forget_lost_steps(cfg, point)
+    elif present and not overwrite:
+        raise ConfigError(
+            f"output_dir — {str(path)!r} — already holds a run ({', '.join(present)}) — "
+            "pass --resume to continue it, --overwrite to delete it, or choose another directory"
+        )
+    elif present:
+        for name in present:
+            _remove(path / name)
+    path.mkdir(parents=True, exist_ok=True)
+    _remove(path / ERRORS_DIR)
+    dump_yaml(cfg, path / RUN_FILE)
+    _record_environment(path / ENVIRONMENT_FILE)
+    return point
+
+
+def _check_resumable(cfg: RunConfig, stage_index: int) -> None:
+    earlier_file = cfg.output_dir / RUN_FILE
+    if not earlier_file.is_file():
+        raise ConfigError(
+            f"--resume — {str(cfg.output_dir)!r} — holds no {RUN_FILE}, so there is no run to resume — "
+            "check output_dir, or drop --resume to start"
+        )
+    earlier = load_run(earlier_file, [])
+    changed = [key for key in _FIXED_ON_RESUME if _value_at(earlier, key) != _value_at(cfg, key)]
+    begun = range(min(stage_index + 1, len(earlier.stages)))
+    changed += [f"stages.{i}" for i in begun if i >= len(cfg.stages) or earlier.stages[i] != cfg.stages[i]]
+    if changed:
+        raise ConfigError(
+            f"--resume — {', '.join(changed)} — differ from {earlier_file}; a resumed run must see the same samples — "
+            "take the old values, or start a new run in another output_dir"
+        )
+
+
+def _value_at(cfg: RunConfig, key: str) -> Any:
+    value: Any = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _record_environment(path: Path) -> None:
+    """Append this launch to `environment.json`: a resumed run keeps the record of its earlier launches."""
+    launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    launches.append(describe_environment())
+    path.write_text(json.dumps(launches, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and the settings that influence a run; no credentials, only known prefixes of variables."""
+    versions: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    gpus = [
+        match[1].strip()
+        for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        if (match := re.search(r"Model:\s*(.+)", info.read_text(encoding="utf-8")))
+    ]
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)},
+    }
+
+
+class RunLog:
+    """Copies what the run says on stderr to `log.txt`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file: BinaryIO = (run_dir / LOG_FILE).open("ab")
+        self._pending = b""
+
+    def line(self, text: str) -> None:
+        """Say one line ourselves."""
+        self.copy(f"{text}\n".encode())
+
+    def copy(self, chunk: bytes) -> None:
+        """Pass on output of the ranks as it comes; the log gets whole lines, without the redraws of a progress bar."""
+        sys.stderr.buffer.write(chunk)
+        sys.stderr.buffer.flush()
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            self.note(line)
+
+    def note(self, line: bytes) -> None:
+        """Write one line to the log only."""
+        # A bar redraws its line: what follows the last carriage return or erasure is what remained on the screen.
+        shown = re.split(rb"\r|\x1b\[2K", line.rstrip(b"\r"))[-1]
+        self._file.write(_ANSI.sub(b"", shown) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._pending:
+            self.note(self._pending)
+        self._file.close()

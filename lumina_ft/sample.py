@@ -1,0 +1,371 @@
+"""`lumina-ft sample`: answers and images from a checkpoint or a run directory.
+
+A run directory stands for its newest complete checkpoint. Prompts go through the tokenizer, system prompts and layout
+that training used; images come back through the codec that made the training codes.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from lumina_ft.checkpoint.directory import MARKER, MODEL_DIR, checkpoints_dir, newest_checkpoint
+from lumina_ft.config.load import load_run
+from lumina_ft.data.codecs import ImageCodec, load_codec
+from lumina_ft.data.codecs.pq import PqCodec
+from lumina_ft.data.formats import ImageRef, to_conversation
+from lumina_ft.data.layout import layout_prefix
+from lumina_ft.data.prompts import SYSTEM_PROMPTS
+from lumina_ft.data.rows import merged
+from lumina_ft.data.segments import Kind, Role, Sample, Segment
+from lumina_ft.data.shards import META_FILE, read_meta
+from lumina_ft.data.tokenizer import TextTokenizer, check_text_ids, load_tokenizer, text_ids
+from lumina_ft.errors import CheckpointError, ConfigError, DataError
+from lumina_ft.generate.image import ImagePrompt, ImageSettings, decode_images
+from lumina_ft.generate.prompt import Prompt, begin_image_answer, begin_text_answer, from_layout, sample_generators
+from lumina_ft.generate.text import TextSettings, decode_text
+from lumina_ft.models.u2 import U2ForDiffusion
+from lumina_ft.tokens import TokenSpec
+
+Picture = Image.Image | Path
+"""An opened image, or a file that the codec reads: an image, or for `token-files` its tokens."""
+
+Task = Literal["text", "understand", "t2i"]
+CODEC_DIR = "codec"
+
+
+@dataclass(frozen=True)
+class ModelLocation:
+    """Where a `--model` argument leads.
+
+    Attributes:
+        model_dir: checkpoint directory that `from_pretrained` takes.
+        run_dir: run that it belongs to, None for a checkpoint from elsewhere.
+    """
+
+    model_dir: Path
+    run_dir: Path | None
+
+
+def locate_model(path: Path) -> ModelLocation:
+    """Resolve a run directory, one of its checkpoints, that checkpoint's `model/`, or any checkpoint directory.
+
+    Raises:
+        CheckpointError: nothing of that kind, or a run without a complete checkpoint.
+    """
+    path = Path(path)
+    if checkpoints_dir(path).is_dir():
+        newest = newest_checkpoint(path)
+        if newest is None:
+            raise CheckpointError(
+                f"model={path} — has no complete checkpoint — a run is sampled from its newest one — train it further"
+            )
+        return ModelLocation(newest.model_dir, path)
+    if (path / MARKER).is_file():
+        return ModelLocation(path / MODEL_DIR, path.resolve().parents[1])
+    if (path / "config.json").is_file():
+        inside = path.name == MODEL_DIR and (path.parent / MARKER).is_file()
+        return ModelLocation(path, path.resolve().parents[2] if inside else None)
+    raise CheckpointError(
+        f"model={path} — no config.json and no checkpoints/ — must be a run or a checkpoint directory — check the path"
+    )
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A model with all that its prompts and answers need.
+
+    Attributes:
+        model: in eval mode.
+        tokenizer: of the model.
+        spec: ids of the model.
+        codec: of the training images; None where none was found.
+        codec_places: where a codec was looked for, for the message.
+        system_prompts: per task, as the training data had them.
+        block_tokens: L of training.
+    """
+
+    model: U2ForDiffusion
+    tokenizer: TextTokenizer
+    spec: TokenSpec
+    codec: ImageCodec | None
+    codec_places: tuple[Path, ...]
+    system_prompts: dict[str, str]
+    block_tokens: int
+
+    def text(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Sequence[Picture]] | None = None,
+        *,
+        seed: int = 0,
+        temperature: float = 0.0,
+        max_new_tokens: int = 1024,
+        steps_per_block: int | None = None,
+    ) -> list[str]:
+        """Answer prompts, all in shared packs.
+
+        Args:
+            prompts: user messages; `<image>` places an image, else images come first.
+            images: per prompt its images (task `understand`); default: none (task `text`).
+            seed: with the number of the prompt decides every draw.
+            temperature: 0 takes the most likely tokens.
+            max_new_tokens: longest answer.
+            steps_per_block: model calls per block; default: one per token.
+
+        Raises:
+            DataError: placeholders that don't match the images, or an empty prompt.
+            ConfigError: images without a codec, or a setting out of range.
+        """
+        images = [()] * len(prompts) if images is None else images
+        rows = []
+        for number, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
+            row = {"prompt": prompt, "response": "-", "images": [str(i) for i in range(len(pictures))]}
+            prefix = self._prefix(number, row, pictures, uncondition=False)
+            rows.append(begin_text_answer(prefix, self.spec))
+        settings = TextSettings(
+            max_new_tokens=max_new_tokens,
+            block_tokens=self.block_tokens,
+            steps_per_block=self.block_tokens if steps_per_block is None else steps_per_block,
+            temperature=temperature,
+            stop_id=self.spec.text.eoa,
+            ban_mask_id=True,
+        )
+        generators = sample_generators(seed, len(rows))
+        answers = decode_text(self.model, rows, mask_id=self.spec.text.mask, settings=settings, generators=generators)
+        return [self.tokenizer.decode(answer.tolist()) for answer in answers]
+
+    def image_codes(
+        self,
+        prompts: Sequence[str],
+        grid: tuple[int, int] | None = None,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        guidance: float = 3.0,
+        rounds: int = 96,
+    ) -> list[NDArray[np.int64]]:
+        """Codes of one image per prompt, [height * width, C] in raster order, all in shared packs.
+
+        Args:
+            prompts: what to draw.
+            grid: height and width in code places; default: that of the codec's training images.
+            seed: with the number of the prompt decides every draw.
+            temperature: 0 takes the most likely codes.
+            guidance: strength of classifier-free guidance; 0 needs half the work.
+            rounds: model calls; more than one per place are never made.
+
+        Raises:
+            ConfigError: a text-only model, a missing grid, or a setting out of range.
+            DataError: an empty prompt.
+        """
+        if not self.model.config.has_image:
+            raise ConfigError("task=t2i — the model has no image parts — num_codebooks is null — use a U2 checkpoint")
+        height, width = self._grid(grid)
+        rows = []
+        for number, prompt in enumerate(prompts):
+            row = {"prompt": prompt, "image": "0"}
+            cond, uncond = (self._prefix(number, row, (), uncondition=u) for u in (False, True))
+            rows.append(ImagePrompt(*(begin_image_answer(p, self.spec, height, width) for p in (cond, uncond))))
+        settings = ImageSettings(rounds=rounds, guidance=guidance, temperature=temperature)
+        generators = sample_generators(seed, len(rows))
+        codes = decode_images(self.model, rows, spec=self.spec, settings=settings, generators=generators)
+        return [c.numpy() for c in codes]
+
+    def images(
+        self,
+        prompts: Sequence[str],
+        grid: tuple[int, int] | None = None,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        guidance: float = 3.0,
+        rounds: int = 96,
+    ) -> list[Image.Image]:
+        """`image_codes`, decoded to pictures.
+
+        Raises:
+            ConfigError: also when no codec was found, or it can't decode.
+        """
+        codec = self._need_codec()
+        height, width = self._grid(grid)
+        codes = self.image_codes(
+            prompts, (height, width), seed=seed, temperature=temperature, guidance=guidance, rounds=rounds
+        )
+        return [codec.decode(c, height, width) for c in codes]
+
+    def _need_codec(self) -> ImageCodec:
+        if self.codec is None:
+            places = ", ".join(str(p) for p in self.codec_places) or "nowhere: the model belongs to no run"
+            raise ConfigError(
+                f"data — no codec found ({places}) — images need the codec of their dataset — pass --data"
+            )
+        return self.codec
+
+    def _grid(self, grid: tuple[int, int] | None) -> tuple[int, int]:
+        if grid is None:
+            if not isinstance(self.codec, PqCodec):
+                raise ConfigError(
+                    "grid — not given — only a pq codec has one size — pass height and width in code places"
+                )
+            grid = (self.codec.grid, self.codec.grid)
+        height, width = grid
+        if height < 1 or width < 1:
+            raise ConfigError(f"grid — {height} x {width} — both must be at least 1 — pass the size in code places")
+        return height, width
+
+    def _prefix(self, number: int, row: dict[str, Any], pictures: Sequence[Picture], *, uncondition: bool) -> Prompt:
+        """Prompt rows before the answer, laid out as a training row with the same content would be."""
+        conversation = to_conversation(row, "pairs", "auto")
+        segments = [self._text_segment(Role.SYSTEM, self.system_prompts[conversation.task])]
+        for part in merged(conversation.turns[0]):
+            if isinstance(part, ImageRef):
+                picture, codec = pictures[int(part.path)], self._need_codec()
+                grid = codec.read(picture) if isinstance(picture, Path) else codec.encode([picture])[0]
+                shape, empty = (grid.height, grid.width), np.zeros(0, dtype=np.int32)
+                segments.append(Segment(Role.USER, 0, Kind.IMAGE, empty, grid.codes, shape))
+            else:
+                segments.append(self._text_segment(Role.USER, part))
+        sample = Sample(number, conversation.task, tuple(segments), source=f"prompt {number}")
+        layout = layout_prefix(sample, self.spec, negative="uncondition" if uncondition else "none")
+        return from_layout(layout)
+
+    def _text_segment(self, role: Role, text: str) -> Segment:
+        no_codes = np.zeros((0, self.spec.num_codebooks), dtype=np.uint16)
+        return Segment(role, 0, Kind.TEXT, self.tokenizer.encode_text(text), no_codes)
+
+
+def load_sampler(
+    path: Path, *, data: Path | None = None, dtype: torch.dtype | None = None, device: str | None = None
+) -> Sampler:
+    """Load what `--model` names.
+
+    Args:
+        path: see `locate_model`.
+        data: built dataset whose codec and system prompts to use; default: the dataset of the run.
+        dtype: of the weights; default: as stored.
+        device: default: the GPU if there is one.
+
+    Raises:
+        CheckpointError: no such model, or a damaged one.
+        DataError: a tokenizer or codec that doesn't belong to the model.
+    """
+    place = locate_model(Path(path))
+    model = U2ForDiffusion.from_pretrained(place.model_dir, dtype=dtype)
+    torch.nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    spec = model.config.token_spec()
+    tokenizer = load_tokenizer(place.model_dir)
+    check_text_ids(
+        text_ids(tokenizer), spec.text, directory=tokenizer.directory, model_source=str(place.model_dir / "config.json")
+    )
+    dataset, block_tokens = data, 32
+    if place.run_dir is not None and (place.run_dir / "run.yaml").is_file():
+        run = load_run(place.run_dir / "run.yaml", [])
+        block_tokens = run.data.block_tokens
+        dataset = data or run.data.path
+    prompts = dict(SYSTEM_PROMPTS)
+    if dataset is not None and (dataset / META_FILE).is_file():
+        prompts |= read_meta(dataset).system_prompts
+    places = tuple(p for p in (place.model_dir / CODEC_DIR, *([dataset / CODEC_DIR] if dataset else [])))
+    codec = next((load_codec(p) for p in places if p.is_dir()), None)
+    if codec is not None:
+        _check_codec(codec, spec, places)
+    return Sampler(model, tokenizer, spec, codec, places, prompts, block_tokens)
+
+
+def _check_codec(codec: ImageCodec, spec: TokenSpec, places: tuple[Path, ...]) -> None:
+    if (codec.num_codebooks, codec.codes_per_codebook) != (spec.num_codebooks, spec.media.codebook_size):
+        raise DataError(
+            f"codec {next(p for p in places if p.is_dir())} — {codec.num_codebooks} codebooks of "
+            f"{codec.codes_per_codebook} codes — the model has {spec.num_codebooks} of {spec.media.codebook_size} — "
+            "use the codec of the training data"
+        )
+
+
+def run_sample(
+    model: Path,
+    *,
+    task: Task,
+    prompt: str,
+    images: Sequence[Path] = (),
+    output: Path | None = None,
+    seed: int = 0,
+    temperature: float | None = None,
+    guidance: float = 3.0,
+    steps: int | None = None,
+    num_images: int = 1,
+    grid: tuple[int, int] | None = None,
+    max_new_tokens: int = 1024,
+    data: Path | None = None,
+) -> dict[str, Any]:
+    """The command: one prompt, one answer or `num_images` PNG files.
+
+    Args:
+        model: see `locate_model`.
+        task: `text`, `understand` (needs `images`) or `t2i` (needs `output`).
+        output: PNG to write; several get `-0`, `-1`, … before the suffix.
+        temperature: default 0 for answers, 1 for images.
+        steps: calls per text block, or rounds of an image; default: one per token, or 96.
+        data: see `load_sampler`.
+
+    Returns:
+        `task`, `model` (directory used), `seconds`, and `text` or `images` (paths).
+
+    Raises:
+        ConfigError: options that don't go together.
+        CheckpointError: see `load_sampler`.
+        DataError: see `load_sampler`; an image that can't be read.
+    """
+    _check_options(task, images, output, num_images)
+    sampler = load_sampler(model, data=data)
+    result: dict[str, Any] = {"task": task, "model": str(locate_model(model).model_dir)}
+    start = time.perf_counter()
+    if task == "t2i":
+        assert output is not None
+        pictures = sampler.images(
+            [prompt] * num_images,
+            grid,
+            seed=seed,
+            temperature=1.0 if temperature is None else temperature,
+            guidance=guidance,
+            rounds=96 if steps is None else steps,
+        )
+        result["images"] = [str(p) for p in _write_images(pictures, output)]
+    else:
+        (result["text"],) = sampler.text(
+            [prompt],
+            [images],
+            seed=seed,
+            temperature=0.0 if temperature is None else temperature,
+            max_new_tokens=max_new_tokens,
+            steps_per_block=steps,
+        )
+    return {**result, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _check_options(task: Task, images: Sequence[Path], output: Path | None, num_images: int) -> None:
+    if (task == "understand") != bool(images):
+        raise ConfigError(
+            f"image — {len(images)} given for task={task} — understand needs some, others take none — fix it"
+        )
+    if task == "t2i" and (output is None or output.suffix.lower() != ".png"):
+        raise ConfigError(f"output — {output} — t2i writes a PNG — pass a path ending in .png")
+    if task != "t2i" and output is not None:
+        raise ConfigError(f"output — {output} — answers of task={task} are printed — leave it out")
+    if num_images < 1 or (task != "t2i" and num_images > 1):
+        raise ConfigError(f"num_images — {num_images} — must be at least 1, and 1 unless task=t2i — fix it")
+
+
+def _write_images(pictures: Sequence[Image.Image], output: Path) -> list[Path]:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    single = len(pictures) == 1
+    paths = [output if single else output.with_stem(f"{output.stem}-{i}") for i in range(len(pictures))]
+    for path, picture in zip(paths, pictures, strict=True):
+        picture.save(path, format="PNG")
+    return paths

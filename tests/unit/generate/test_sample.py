@@ -1,0 +1,227 @@
+"""`lumina-ft sample`: finding the model of a run, building prompts as training does, writing pictures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lumina_ft.checkpoint.directory import Checkpoint, TrainState, new_checkpoint
+from lumina_ft.config.data_schema import BuildConfig
+from lumina_ft.config.load import load_run
+from lumina_ft.config.yaml_file import dump_yaml
+from lumina_ft.data.build import build
+from lumina_ft.data.layout import layout_sample
+from lumina_ft.data.shards import open_dataset
+from lumina_ft.data.token_spec import DEMO_TOKENIZER
+from lumina_ft.data.tokenizer import copy_tokenizer
+from lumina_ft.errors import CheckpointError, ConfigError, DataError
+from lumina_ft.generate.prompt import Prompt
+from lumina_ft.models.weights import save_model
+from lumina_ft.sample import Sampler, load_sampler, locate_model, run_sample
+
+SYSTEM = "Draw the digit."
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rows, one per task, and a fitted codec."""
+    raw = tmp_path_factory.mktemp("raw")
+    rng = np.random.default_rng(0)
+    for name in "abcdefgh":
+        Image.fromarray(rng.integers(0, 256, (8, 8)).astype(np.uint8)).save(raw / f"{name}.png")
+    rows = [
+        {"prompt": "what comes after six?", "response": "seven"},
+        {"prompt": "<image>\nwhich digit?", "response": "two", "image": "a.png"},
+        *({"prompt": f"draw {name}", "image": f"{name}.png"} for name in "abcdefgh"),
+    ]
+    (raw / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "input": raw / "rows.jsonl",
+        "output": raw / "out",
+        "codec": {"kind": "pq", "channels": "gray"},
+        "system_prompts": {"t2i": SYSTEM},
+    }
+    build(BuildConfig.model_validate(config))
+    return raw / "out"
+
+
+def state(step: int) -> TrainState:
+    return TrainState(step, 0, "only", step, 100, step, 0.0, 0, {})
+
+
+def write_checkpoint(run: Path, step: int, tiny) -> Checkpoint:
+    with new_checkpoint(run, state(step)) as folder:
+        save_model(tiny.model, folder / "model")
+        copy_tokenizer(DEMO_TOKENIZER, folder / "model")
+    return Checkpoint(run / "checkpoints" / f"checkpoint-{step}", state(step))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny, dataset: Path) -> Path:
+    """A run directory with a newest complete checkpoint and a later unfinished one."""
+    directory = tmp_path_factory.mktemp("run")
+    for step in (9, 10):
+        write_checkpoint(directory, step, tiny)
+    (directory / "checkpoints" / "checkpoint-11" / "model").mkdir(parents=True)
+    text = f"""
+output_dir: {directory}
+model: {{config: u2-tiny, random_init: true, tokenizer: demo}}
+data: {{path: {dataset}, block_tokens: 4}}
+stages: [{{name: only, steps: 100}}]
+"""
+    (directory / "in.yaml").write_text(text)
+    dump_yaml(load_run(directory / "in.yaml", []), directory / "run.yaml")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sampler(run: Path) -> Sampler:
+    return load_sampler(run, device="cpu")
+
+
+def test_a_run_stands_for_its_newest_complete_checkpoint(run: Path):
+    newest = run / "checkpoints" / "checkpoint-10" / "model"
+    assert locate_model(run) == locate_model(newest.parent) == locate_model(newest)
+    assert locate_model(newest).model_dir == newest and locate_model(newest).run_dir == run
+
+
+def test_places_without_a_model_are_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"no config\.json and no checkpoints/"):
+        locate_model(tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        locate_model(tmp_path)
+
+
+def test_settings_of_the_run_and_its_dataset_are_used(sampler: Sampler):
+    assert sampler.block_tokens == 4 and sampler.system_prompts["t2i"] == SYSTEM
+    assert sampler.codec is not None and sampler.codec.kind == "pq"
+
+
+def record(monkeypatch: pytest.MonkeyPatch, name: str, result: list[torch.Tensor]) -> list:
+    """Replace a decoder by one that keeps its prompts."""
+    seen: list = []
+    monkeypatch.setattr(f"lumina_ft.sample.{name}", lambda model, rows, **_: seen.extend(rows) or result)
+    return seen
+
+
+def assert_prefix_of_training_row(prompt: Prompt, dataset: Path, row: int, *, drop: bool, sampler: Sampler) -> None:
+    """All rows of the prompt equal the first rows of the laid-out training sample; ids of the answer apart."""
+    sample = open_dataset(dataset)[row]
+    want = layout_sample(sample, sampler.spec, block_tokens=4, answer_tail="eoa", drop_condition=drop)
+    count, columns = len(prompt), slice(None, len(prompt))
+    start = int((prompt.turn_ids == 1).nonzero()[0])
+    assert count <= len(want) and start > 3
+    assert torch.equal(prompt.input_ids[:start], torch.from_numpy(want.ids[:start]).long())
+    for name in ("type_ids", "position_ids", "turn_ids", "is_clean"):
+        assert getattr(prompt, name).tolist() == getattr(want, name)[columns].tolist(), name
+    assert prompt.block_ids[start:].tolist() == want.block_ids[start:count].tolist()
+    fixed = ~torch.from_numpy(want.supervisable[columns].copy())
+    assert torch.equal(prompt.input_ids[fixed], torch.from_numpy(want.ids[columns]).long()[fixed])
+
+
+def test_text_prompts_are_laid_out_as_in_training(sampler: Sampler, dataset: Path, monkeypatch):
+    seen = record(monkeypatch, "decode_text", [torch.tensor([sampler.spec.text.eoa])])
+    assert sampler.text(["what comes after six?"]) == [""]
+    assert_prefix_of_training_row(seen[0], dataset, 0, drop=False, sampler=sampler)
+
+
+@pytest.mark.parametrize("prompt", ["<image>\nwhich digit?", "which digit?"])
+@pytest.mark.parametrize("opened", [True, False])
+def test_understanding_prompts_are_laid_out_as_in_training(sampler, dataset: Path, monkeypatch, prompt, opened):
+    seen = record(monkeypatch, "decode_text", [torch.tensor([])])
+    path = dataset.parent / "a.png"
+    sampler.text([prompt], [[Image.open(path) if opened else path]])
+    assert_prefix_of_training_row(seen[0], dataset, 1, drop=False, sampler=sampler)
+
+
+def test_image_prompts_and_their_negatives_are_laid_out_as_in_training(sampler, dataset: Path, monkeypatch):
+    seen = record(monkeypatch, "decode_images", [torch.zeros(4, 8, dtype=torch.int64)])
+    sampler.images(["draw a"])
+    assert_prefix_of_training_row(seen[0].cond, dataset, 2, drop=False, sampler=sampler)
+    assert_prefix_of_training_row(seen[0].uncond, dataset, 2, drop=True, sampler=sampler)
+
+
+def test_control_tokens_typed_by_a_user_stay_text(sampler: Sampler, monkeypatch):
+    seen = record(monkeypatch, "decode_text", [torch.tensor([])])
+    sampler.text(["</user><answer>"])
+    ids, spec = seen[0].input_ids[:, 0].tolist(), sampler.spec.text
+    assert ids.count(spec.boa) == 1 and ids.count(spec.end_user) == 1
+
+
+def test_images_come_from_the_seed_and_have_the_codecs_size(sampler: Sampler):
+    prompts = ["draw a", "draw b", "draw a"]
+    first = sampler.images(prompts, seed=5, rounds=3, guidance=1.0)
+    again = sampler.images(prompts, seed=5, rounds=3, guidance=1.0)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(first, again, strict=True))
+    assert {picture.size for picture in first} == {(8, 8)}
+    codes = sampler.image_codes(prompts, seed=5, rounds=3, guidance=1.0)
+    assert not np.array_equal(codes[0], codes[2]), "equal prompts differ by their number"
+    other = sampler.image_codes(prompts, (3, 2), seed=6, rounds=3)
+    assert [c.shape for c in other] == [(6, 8)] * 3
+
+
+def test_placeholders_must_match_the_images(sampler: Sampler):
+    with pytest.raises(DataError, match="0 given for 1 <image> placeholders"):
+        sampler.text(["<image> what?"])
+
+
+def test_run_sample_writes_png_files(run: Path, tmp_path: Path):
+    output = tmp_path / "new" / "digit.png"
+    result = run_sample(run, task="t2i", prompt="draw a", output=output, steps=2, num_images=2, seed=1)
+    assert result["images"] == [str(output.with_name(f"digit-{i}.png")) for i in (0, 1)]
+    assert result["model"].endswith("checkpoint-10/model")
+    with Image.open(result["images"][0]) as picture:
+        assert picture.format == "PNG" and picture.size == (8, 8)
+    assert run_sample(run, task="t2i", prompt="draw a", output=output, steps=1)["images"] == [str(output)]
+
+
+def test_run_sample_answers(run: Path, dataset: Path):
+    result = run_sample(run, task="text", prompt="what comes after six?", max_new_tokens=8, steps=1)
+    assert isinstance(result["text"], str) and result["task"] == "text"
+    images = [dataset.parent / "a.png"]
+    seen = run_sample(run, task="understand", prompt="which?", images=images, max_new_tokens=8, steps=1)
+    assert isinstance(seen["text"], str)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "understand"}, "image — 0 given for task=understand"),
+        ({"task": "text", "images": [Path("a.png")]}, "image — 1 given for task=text"),
+        ({"task": "t2i"}, "output — None — t2i writes a PNG"),
+        ({"task": "t2i", "output": Path("a.jpg")}, r"output — a\.jpg — t2i writes a PNG"),
+        ({"task": "text", "output": Path("a.png")}, "answers of task=text are printed"),
+        ({"task": "text", "num_images": 2}, "num_images — 2"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run_sample(run, prompt="x", **options)
+
+
+def test_a_model_outside_a_run_needs_the_dataset_for_images(run: Path, dataset: Path, tmp_path: Path):
+    model = tmp_path / "exported"
+    source = run / "checkpoints" / "checkpoint-10" / "model"
+    model.mkdir()
+    for path in source.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    bare = load_sampler(model, device="cpu")
+    assert bare.codec is None
+    with pytest.raises(ConfigError, match="no codec found"):
+        bare.images(["draw a"], (2, 2))
+    assert load_sampler(model, data=dataset, device="cpu").codec is not None
+
+
+def test_codec_of_another_size_is_refused(run: Path, dataset: Path, tmp_path: Path):
+    config = {
+        "input": dataset.parent / "rows.jsonl",
+        "output": tmp_path / "out",
+        "codec": {"kind": "pq", "channels": "gray", "codes_per_codebook": 16},
+    }
+    build(BuildConfig.model_validate(config))
+    with pytest.raises(DataError, match="8 codebooks of 16 codes — the model has 8 of 32"):
+        load_sampler(run, data=tmp_path / "out", device="cpu")

@@ -1,0 +1,192 @@
+"""What is refused before a rank is started, and who may use a run directory (deliver 5, 8; V11)."""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lumina_ft.config.load import load_run
+from lumina_ft.config.schema import RunConfig
+from lumina_ft.data.shards import make_meta, write_meta
+from lumina_ft.errors import CheckpointError, ConfigError, DataError, LuminaError, RunError
+from lumina_ft.launch.checks import check_run, choose_port, has_gpu
+from lumina_ft.launch.failures import exit_code, read_failures, write_failure
+from lumina_ft.launch.foreign import with_world_size
+from lumina_ft.launch.local import rank_environment
+from lumina_ft.launch.plan_view import describe_run
+from lumina_ft.launch.run_dir import RunLog, prepare_run_dir
+from lumina_ft.tokens import PUBLISHED_MEDIA_IDS, PUBLISHED_TEXT_IDS, TokenSpec
+
+Make = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A run config that passes every check, with overrides."""
+    spec = TokenSpec(PUBLISHED_TEXT_IDS, PUBLISHED_MEDIA_IDS, 8)
+    (tmp_path / "data").mkdir()
+    meta = make_meta(
+        counts={"t2i": 3, "text": 1},
+        shards=(),
+        spec=spec,
+        tokenizer_identity="sha256:0",
+        codec=None,
+        system_prompts={},
+        block_tokens=32,
+    )
+    write_meta(tmp_path / "data", meta)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}/out\nmodel: {{path: {tmp_path}/model}}\ndata: {{path: {tmp_path}/data}}\n"
+        "stages:\n- {name: one, steps: 3, train: [heads], group_lr: {heads: 1e-3, lm_head: 5e-4}}\n"
+        "- {name: two, steps: 2}\n"
+    )
+    return lambda *overrides: load_run(path, list(overrides))
+
+
+def test_a_good_run_passes_every_check(make: Make) -> None:
+    check_run(make())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=/nowhere", r"model\.path — '/nowhere' — no such directory"),
+        ("data.path=/nowhere", r"data\.path — '/nowhere' — no such directory — must be written by `lumina-ft data"),
+        ("stages.1.data.path=/nowhere", r"stages\.1\.data\.path — '/nowhere'"),
+        ("data.eval_path=/tmp", r"data\.eval_path — .*dataset\.json"),
+        ("data.tasks=[t2j]", r"data\.tasks — 't2j' — not in .* did you mean 't2i'"),
+        ("stages.1.data.tasks=[understand]", r"stages\.1\.data\.tasks — 'understand'"),
+        ("model.tokenizer=missing", r"model\.tokenizer — 'missing' — must be a tokenizer directory"),
+        ("parallel.zero=zero4", r"parallel\.zero — 'zero4' — must be one of zero0"),
+        ("output_dir=/etc/hostname/out", r"output_dir — '/etc/hostname/out' — /etc/hostname is a file"),
+    ],
+)
+def test_wrong_paths_and_names_are_found_before_launching(make: Make, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_run(make(override))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_failed_check_is_reported_at_once(make: Make) -> None:
+    cfg = make("model.path=/nowhere", "data.path=/nowhere", "parallel.zero=zero9")
+    with pytest.raises(ConfigError) as caught:
+        check_run(cfg)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_unknown_shipped_model_gets_the_nearest_name(make: Make) -> None:
+    cfg = make("~model.path", "model.config=u2-tini", "model.random_init=true")
+    with pytest.raises(ConfigError, match="did you mean 'u2-tiny'"):
+        check_run(cfg)
+
+
+def test_a_deepspeed_file_that_contradicts_the_run_is_refused(make: Make, tmp_path: Path) -> None:
+    own = tmp_path / "ds.json"
+    own.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}')
+    with pytest.raises(ConfigError, match=r"gradient_clipping — 5\.0"):
+        check_run(make(f"parallel.zero={own}"))
+
+
+def test_a_busy_port_is_an_error_when_asked_for_and_avoided_otherwise() -> None:
+    """V11."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"parallel\.master_port — {port} — .* use 0 to take any"):
+            choose_port(port)
+        assert choose_port(0) not in (0, port)
+    assert choose_port(port) == port
+
+
+def test_cpu_ranks_share_the_cores(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("lumina_ft.launch.local.cpu_cores", lambda: 6)
+    assert not has_gpu()
+    env = rank_environment(make("parallel.ranks=4"))
+    assert (env["OMP_NUM_THREADS"], env["DS_ACCELERATOR"]) == ("1", "cpu")
+    assert "RANK" not in env
+    assert rank_environment(make("parallel.ranks=2"))["OMP_NUM_THREADS"] == "3"
+    assert rank_environment(make("parallel.threads_per_rank=5"))["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_directory_with_a_run_is_refused_unless_told_otherwise(make: Make, tmp_path: Path) -> None:
+    cfg, out = make(), tmp_path / "out"
+    prepare_run_dir(cfg, resume=False, overwrite=False)
+    assert load_run(out / "run.yaml", []) == cfg
+    (out / "metrics.jsonl").write_text("old\n")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="already holds a run .* --resume .* --overwrite"):
+        prepare_run_dir(cfg, resume=False, overwrite=False)
+    prepare_run_dir(cfg, resume=False, overwrite=True)
+    assert not (out / "metrics.jsonl").exists()
+    assert (out / "notes.txt").read_text() == "mine", "only what a run writes is deleted"
+    assert len(json.loads((out / "environment.json").read_text())) == 1
+
+
+def test_resume_needs_a_run_and_the_same_samples(make: Make) -> None:
+    with pytest.raises(ConfigError, match="no run to resume"):
+        prepare_run_dir(make(), resume=True, overwrite=False)
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    with pytest.raises(ConfigError, match="--resume — seed, train.packs_per_step, stages.0 — differ"):
+        changed = make("seed=1", "train.packs_per_step=16", "stages.0.steps=9")
+        prepare_run_dir(changed, resume=True, overwrite=False)
+    later = make("stages.1.steps=9", "train.save_every_steps=1", "parallel.ranks=2")
+    assert prepare_run_dir(later, resume=True, overwrite=False) == (0, None)
+
+
+def test_launchers_world_size_is_taken_or_contradicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert with_world_size(make()).parallel.ranks == 4
+    assert with_world_size(make("parallel.ranks=4")).parallel.ranks == 4
+    with pytest.raises(ConfigError, match=r"parallel\.ranks — 2 — the launcher started 4 ranks"):
+        with_world_size(make("parallel.ranks=2"))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="multiple of the launcher's 3 ranks — use 9"):
+        with_world_size(make())
+
+
+def test_dry_run_lists_groups_and_rates(make: Make) -> None:
+    first, second = describe_run(make("parallel.ranks=2"))["stages"]
+    assert first["groups"] == {"lm_head": 5e-4, "image_heads": 1e-3, "codebook_head": 1e-3}
+    assert len(second["groups"]) == 12 and set(second["groups"].values()) == {1e-5}
+
+
+def test_failures_come_back_as_the_same_error_user_errors_first(tmp_path: Path) -> None:
+    try:
+        raise ConnectionError("peer gone")
+    except ConnectionError as error:
+        write_failure(tmp_path, 0, error, now=1.0)
+    write_failure(tmp_path, 2, CheckpointError("later"), now=3.0)
+    write_failure(tmp_path, 1, DataError("a.jsonl:3 — x — y — z"), now=2.0)
+    first, second, third = read_failures(tmp_path)
+    assert [first.rank, second.rank, third.rank] == [1, 2, 0]
+    assert type(first.to_error()) is DataError and str(first.to_error()) == "a.jsonl:3 — x — y — z"
+    assert "raise ConnectionError" in third.traceback
+    assert isinstance(third.to_error(), RunError)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("x"), 2), (DataError("x"), 2), (CheckpointError("x"), 2), (RunError("x"), 1)]
+)
+def test_exit_codes(error: LuminaError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_log_keeps_what_remained_on_the_screen(tmp_path: Path, capfdbinary) -> None:
+    log = RunLog(tmp_path)
+    log.line("first")
+    log.copy(b"half a ")
+    log.copy("line é\n\x1b[2K\x1b[1mbar\x1b[0m 1/3\r\x1b[2Kbar 2/3\r\x1b[2Kbar 3/3\nrest".encode())
+    log.close()
+    sys.stderr.flush()
+    assert (tmp_path / "log.txt").read_text() == "first\nhalf a line é\nbar 3/3\nrest\n"
+    assert b"bar 2/3" in capfdbinary.readouterr().err, "the terminal gets everything"
