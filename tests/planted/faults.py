@@ -1,0 +1,168 @@
+"""The planted faults: what is changed, and which tests must notice."""
+
+from typing import NamedTuple
+
+ROUTER = "lumina_ft/kernels/router/ref.py"
+ATTENTION_RULE = "lumina_ft/kernels/attention/ref.py"
+SEGMENTED = "lumina_ft/kernels/attention/segmented.py"
+ATTENTION = "lumina_ft/models/attention.py"
+HEADS = "lumina_ft/models/u2_heads.py"
+
+GATE_TESTS = ("tests/parity/test_gate.py",)
+BACKBONE_TESTS = ("tests/parity/test_backbone.py",)
+FORWARD_TESTS = ("tests/parity/test_forward.py",)
+MASK_TESTS = ("tests/parity/test_attention_mask.py",)
+
+
+class Fault(NamedTuple):
+    """One mistake: every edit is (file, text that occurs once, its replacement)."""
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault("softmax_for_sigmoid", ((ROUTER, "logits.sigmoid()", "logits.softmax(-1)"),), GATE_TESTS),
+    Fault(
+        "biased_scores_as_weights",
+        ((ROUTER, "chosen = scores.gather(-1, topk_idx)", "chosen = biased.gather(-1, topk_idx)"),),
+        GATE_TESTS,
+    ),
+    Fault("no_group_limit", ((ROUTER, "if kept_groups < num_groups:", "if kept_groups < 0:"),), GATE_TESTS),
+    Fault(
+        "scaling_dropped",
+        ((ROUTER, "(chosen.sum(-1, keepdim=True) + 1e-20) * scaling", "(chosen.sum(-1, keepdim=True) + 1e-20)"),),
+        GATE_TESTS,
+    ),
+    Fault(
+        "normalisation_dropped",
+        ((ROUTER, "chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling", "chosen * scaling"),),
+        GATE_TESTS,
+    ),
+    Fault(
+        "expert_bias_trained",
+        (
+            (
+                "lumina_ft/models/moe.py",
+                'self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))',
+                "self.expert_bias = nn.Parameter(torch.zeros(config.num_experts))",
+            ),
+            (ROUTER, "chosen = scores.gather(-1, topk_idx)", "chosen = biased.gather(-1, topk_idx)"),
+            (ROUTER, "with torch.no_grad():", "with torch.enable_grad():"),
+        ),
+        ("tests/unit/models/test_u2_model.py::test_m4_expert_bias_is_no_parameter_and_can_be_switched_off",),
+    ),
+    Fault(
+        "rotary_on_all_dims",
+        (
+            (
+                "lumina_ft/models/u2_backbone.py",
+                "rotary_dim=self.config.rotary_dim",
+                "rotary_dim=self.config.head_dim",
+            ),
+        ),
+        BACKBONE_TESTS,
+    ),
+    Fault(
+        "norm_after_rotary",
+        (
+            (
+                ATTENTION,
+                "q = rotate(self.query_layernorm(q), rotary)",
+                "q = self.query_layernorm(rotate(q, rotary))",
+            ),
+            (ATTENTION, "k = rotate(self.key_layernorm(k), rotary)", "k = self.key_layernorm(rotate(k, rotary))"),
+        ),
+        BACKBONE_TESTS,
+    ),
+    Fault(
+        "qkv_split_order",
+        ((ATTENTION, "q, k, v = fused.split(", "q, v, k = fused.split("),),
+        BACKBONE_TESTS,
+    ),
+    Fault(
+        "kv_repeat_order",
+        (
+            (
+                SEGMENTED,
+                "out = F.scaled_dot_product_attention(",
+                "k_nHLD, v_nHLD = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k_nHLD, v_nHLD))\n"
+                "    out = F.scaled_dot_product_attention(",
+            ),
+        ),
+        BACKBONE_TESTS,
+    ),
+    Fault(
+        "newline_rows_supervised",
+        (("lumina_ft/data/layout.py", "supervisable=is_code)", "supervisable=True)"),),
+        ("tests/unit/data/test_layout.py",),
+    ),
+    Fault("ar_head_not_causal", ((HEADS, "is_causal=True", "is_causal=False"),), FORWARD_TESTS),
+    Fault(
+        "ar_head_sees_its_own_code",
+        (("lumina_ft/models/u2.py", "code_embeddings(codes[:, :-1])", "code_embeddings(codes[:, 1:])"),),
+        FORWARD_TESTS,
+    ),
+    Fault(
+        "final_scale_shift_swapped",
+        ((HEADS, "scale, shift = self.adaLN_modulation", "shift, scale = self.adaLN_modulation"),),
+        FORWARD_TESTS,
+    ),
+    Fault(
+        "clean_query_sees_noisy_key",
+        ((ATTENTION_RULE, "(_NO, _NO, _NO, _UP_TO, _UP_TO, _NO)", "(_UP_TO, _NO, _NO, _UP_TO, _UP_TO, _NO)"),),
+        MASK_TESTS,
+    ),
+    Fault(
+        "noisy_text_sees_its_clean_block",
+        ((ATTENTION_RULE, "(_SAME, _UP_TO, _NO, _BEFORE, _NO, _NO)", "(_SAME, _UP_TO, _NO, _UP_TO, _NO, _NO)"),),
+        MASK_TESTS,
+    ),
+    Fault(
+        "tail_leak_dense",
+        (
+            (
+                ATTENTION_RULE,
+                "allowed = meta.valid.unsqueeze(-1) & meta.valid.unsqueeze(-2)",
+                "allowed = meta.valid.unsqueeze(-1) & torch.ones_like(meta.valid).unsqueeze(-2)",
+            ),
+            (
+                ATTENTION_RULE,
+                "sample = torch.searchsorted(cu_seqlens[1:].to(index), index, right=True)",
+                "sample = torch.searchsorted(cu_seqlens[1:-1].to(index), index, right=True)",
+            ),
+        ),
+        MASK_TESTS,
+    ),
+    Fault(
+        "padding_leak_segmented", ((SEGMENTED, "ok & real, has_metadata", "ok | ~real, has_metadata"),), BACKBONE_TESTS
+    ),
+    Fault(
+        "text_label_from_column_1",
+        (
+            (
+                "lumina_ft/models/losses.py",
+                "inputs.valid & (flat[:, 0] != IGNORE)",
+                "inputs.valid & (flat[:, -1] != IGNORE)",
+            ),
+        ),
+        ("tests/parity/test_corner.py",),
+    ),
+    Fault(
+        "mean_of_means",
+        (
+            (
+                "lumina_ft/train/loop.py",
+                "totals_by_term = world.sum(supervised_counts(batches).to(world.device)).tolist()",
+                "totals_by_term = (supervised_counts(batches) * world.size).tolist()",
+            ),
+        ),
+        ("tests/dist/test_runs.py::test_one_rank_sees_the_same_packs_as_two",),
+    ),
+    Fault(
+        "noise_ignores_the_seed",
+        (("lumina_ft/data/draws.py", "key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)", "key = (0, 0)"),),
+        ("tests/unit/data/test_noise.py",),
+    ),
+)
