@@ -43,9 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
     return dense_attention(q, k, v, plan)
 
 
-def eager_experts(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, topk_idx: Tensor, topk_weight: Tensor
-) -> Tensor:
+def eager_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
     """The reference on stacked weights: the loop when gradients are recorded, buckets otherwise."""
     run = expert_loop if torch.is_grad_enabled() else expert_buckets
     return run(x, gate.unbind(0), up.unbind(0), down.unbind(0), topk_idx, topk_weight)

@@ -54,9 +54,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """
     half = rotary.cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat(
-        (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin, rest), dim=-1
-    )
+    return torch.cat((first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin, rest), dim=-1)
 
 
 class Attention(nn.Module):

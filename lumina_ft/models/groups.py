@@ -1,4 +1,4 @@
-"""Which freezing unit and which row of the size table a parameter belongs to (design: every parameter in exactly one)."""
+"""Which freezing unit and which row of the size table a parameter belongs to; each belongs to exactly one."""
 
 import re
 from collections.abc import Iterable

@@ -23,7 +23,8 @@ def initial_value(name: str, shape: torch.Size, *, std: float, seed: int) -> Ten
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # One 32-bit hash of both: torch's CPU generator ignores the higher bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator) * std
 
 

@@ -179,7 +179,7 @@ def _bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
         raise DataError(f"cu_seqlens — starts at {bounds[0]} — must start at 0 — prepend 0")
     for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         if end <= start:
-            raise DataError(f"cu_seqlens — {start} then {end} at entry {i} — must increase strictly — drop empty samples")
+            raise DataError(f"cu_seqlens — {start} then {end} at entry {i} — must increase strictly — drop it")
     if bounds[-1] > tokens:
         raise DataError(f"cu_seqlens — ends at {bounds[-1]} — the row has {tokens} tokens — shorten the last sample")
     return bounds
@@ -208,7 +208,9 @@ def _check_values(config: U2Config, inputs: ModelInputs, end: int) -> None:
     flags = torch.stack((wrong_type.any(), wrong_id.any(), tail.any())).tolist()
     if flags[0]:
         token = int(wrong_type.nonzero()[0])
-        raise DataError(f"type_ids — {int(inputs.type_ids[token])} at {inputs.where(token)} — must be 0 to 4 — see docs")
+        raise DataError(
+            f"type_ids — {int(inputs.type_ids[token])} at {inputs.where(token)} — must be 0 to 4 — correct it"
+        )
     if flags[1]:
         token = int(wrong_id.nonzero()[0])
         kind = "media" if bool(inputs.is_media[token]) else "text"

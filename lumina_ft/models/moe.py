@@ -20,8 +20,11 @@ def keep_dtype(module: nn.Module, name: str, before: Tensor) -> None:
         name: a buffer of `module`. before: its tensor before the call.
     """
     after = getattr(module, name)
-    if after.dtype != before.dtype:
-        setattr(module, name, torch.empty_like(before, device=after.device) if before.is_meta else before.to(after.device))
+    if after.dtype == before.dtype:
+        return
+    # A meta tensor has no bits to move.
+    kept = torch.empty_like(before, device=after.device) if before.is_meta else before.to(after.device)
+    setattr(module, name, kept)
 
 
 class MLP(nn.Module):

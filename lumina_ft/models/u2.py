@@ -7,18 +7,19 @@ layers, m supervised text tokens, n supervised image positions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.initialization import no_init_weights
+from transformers.utils.generic import ModelOutput
 
 from lumina_ft.batch import LossSum
-from lumina_ft.errors import ConfigError, DataError
-from lumina_ft.kernels import AttentionPlan, DensePlan, allowed_mask, plan_segments
+from lumina_ft.errors import ConfigError
+from lumina_ft.models.attention_plan import ATTENTION_IMPLS, plan_attention
 from lumina_ft.models.init import initial_values
-from lumina_ft.models.inputs import ModelInputs, as_bool, normalise_inputs
+from lumina_ft.models.inputs import ModelInputs, normalise_inputs
 from lumina_ft.models.losses import balance_loss, count_experts, cross_entropy_sum, normalise_labels
 from lumina_ft.models.moe import PackedExperts
 from lumina_ft.models.u2_backbone import U2Backbone
@@ -26,7 +27,6 @@ from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.u2_heads import CodebookHead
 from lumina_ft.parallel.zero3 import full_shape, write_tensor
 
-ATTENTION_IMPLS = ("auto", "segmented", "dense")
 EXPERTS_IMPLS = ("auto", "torch", "eager")
 
 
@@ -70,6 +70,7 @@ class U2ForDiffusion(PreTrainedModel):
         experts_impl: see `kernels.choose_experts`.
     """
 
+    config: U2Config  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = U2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -81,14 +82,15 @@ class U2ForDiffusion(PreTrainedModel):
 
     def __init__(self, config: U2Config, *, attention_impl: str = "auto", experts_impl: str = "auto") -> None:
         super().__init__(config)
-        self.model = U2Backbone(config, experts_impl)
-        self.lm_head = nn.Linear(config.hidden_size, config.text_rows or 0, bias=False)
-        if config.num_codebooks is not None:
-            self.lm_img_head = nn.ModuleList(
-                nn.Linear(config.hidden_size, config.image_head_classes, bias=False)
-                for _ in range(config.num_codebooks)
-            )
-            self.multi_codebook_head = CodebookHead(config)
+        with no_init_weights():
+            self.model = U2Backbone(config, experts_impl)
+            self.lm_head = nn.Linear(config.hidden_size, config.text_rows or 0, bias=False)
+            if config.num_codebooks is not None:
+                self.lm_img_head = nn.ModuleList(
+                    nn.Linear(config.hidden_size, config.image_head_classes, bias=False)
+                    for _ in range(config.num_codebooks)
+                )
+                self.multi_codebook_head = CodebookHead(config)
         self.set_implementations(attention=attention_impl, experts=experts_impl)
         self.post_init()
 
@@ -208,8 +210,15 @@ class U2ForDiffusion(PreTrainedModel):
             cu_seqlens=cu_seqlens,
             valid=valid,
         )
+        return self._run(inputs, allowed, cu_seqlens is not None, labels, return_logits)
+
+    def _run(
+        self, inputs: ModelInputs, allowed: Tensor | None, bounded: bool, labels: Tensor | None, return_logits: bool
+    ) -> U2Output:
         embedded = self.model.embed(inputs.input_ids, inputs.is_media)
-        plan = self._plan(inputs, allowed, cu_seqlens is not None, embedded.hidden.dtype)
+        plan = plan_attention(
+            inputs, impl=self.attention_impl, allowed=allowed, bounded=bounded, dtype=embedded.hidden.dtype
+        )
         backbone = self.model(embedded.hidden, inputs.position_ids, plan)
         finite = {"embeddings": _finite(embedded.hidden), "backbone": _finite(backbone.hidden)}
         if embedded.media is not None:
@@ -249,36 +258,6 @@ class U2ForDiffusion(PreTrainedModel):
         counted = torch.ones_like(inputs.valid) if self.balance_over_padding else inputs.valid
         losses["balance"] = balance_loss(out.router_logits, out.router_topk, counted)
         out.losses = losses
-
-    def _plan(self, inputs: ModelInputs, allowed: Tensor | None, bounded: bool, dtype: torch.dtype) -> AttentionPlan:
-        """Attention of all layers; refuses, in strict mode, what only the dense path could serve (T7)."""
-        if allowed is not None:
-            if self.attention_impl == "segmented":
-                raise DataError(
-                    "allowed — an explicit mask — model.attention_impl=segmented serves the packing rule only — "
-                    "drop the mask or use attention_impl=auto"
-                )
-            if bounded:
-                raise DataError("allowed — given with cu_seqlens — the mask replaces the packing rule — pass one of them")
-            return DensePlan(_explicit_mask(allowed, inputs))
-        if self.attention_impl == "segmented" and not bounded:
-            raise DataError(
-                f"cu_seqlens — missing — model.attention_impl=segmented needs sample bounds — pass [0, {inputs.tokens}] "
-                "for a single sample"
-            )
-        if self.attention_impl == "dense":
-            return DensePlan(_packing_mask(inputs))
-        return plan_segments(
-            inputs.starts,
-            inputs.lengths,
-            type_ids=inputs.type_ids,
-            turn_ids=inputs.turn_ids,
-            block_ids=inputs.block_ids,
-            is_clean=inputs.is_clean,
-            valid=inputs.valid,
-            has_metadata=inputs.has_metadata,
-            dtype=dtype,
-        )
 
     def embed(self, input_ids: Tensor, type_ids: Tensor) -> Tensor:
         """Input embeddings. input_ids: [S, C] or [S]; type_ids: [S]. Returns [S, H].
@@ -337,7 +316,7 @@ class U2ForDiffusion(PreTrainedModel):
         self,
         directory: str | Path,
         *,
-        layout: str = "packed",
+        layout: Literal["packed", "split"] = "packed",
         max_shard_bytes: int | None = None,
         source_dir: str | Path | None = None,
     ) -> None:
@@ -356,36 +335,3 @@ class U2ForDiffusion(PreTrainedModel):
 def _finite(x: Tensor) -> Tensor:
     """0-dim bool, without a host read. A sum is non-finite if any entry is; it can't overflow from sane values."""
     return x.detach().sum(dtype=torch.float32).isfinite()
-
-
-def _explicit_mask(allowed: Tensor, inputs: ModelInputs) -> Tensor:
-    mask = as_bool(allowed, "allowed")
-    rows, tokens = inputs.rows, inputs.tokens
-    if tuple(mask.shape) not in ((tokens, tokens), (rows, tokens, tokens)):
-        raise DataError(
-            f"allowed — shape {list(mask.shape)} — must be [{tokens}, {tokens}] or [{rows}, {tokens}, {tokens}] — reshape"
-        )
-    valid = inputs.valid.view(rows, tokens)
-    return mask.expand(rows, tokens, tokens) & valid.unsqueeze(1) & valid.unsqueeze(2)
-
-
-def _packing_mask(inputs: ModelInputs) -> Tensor:
-    """The reference rule of every row: [B, S, S]."""
-    tokens = inputs.tokens
-    samples = len(inputs.starts) // inputs.rows
-    bounds = [0, *(s + n for s, n in zip(inputs.starts[:samples], inputs.lengths[:samples], strict=True))]
-    cu_seqlens = torch.tensor(bounds, device=inputs.type_ids.device)
-    masks = []
-    for row in range(inputs.rows):
-        at = slice(row * tokens, (row + 1) * tokens)
-        masks.append(
-            allowed_mask(
-                inputs.type_ids[at],
-                cu_seqlens=cu_seqlens,
-                valid=inputs.valid[at],
-                turn_ids=inputs.turn_ids[at] if inputs.has_metadata else None,
-                is_clean=inputs.is_clean[at] if inputs.has_metadata else None,
-                block_ids=inputs.block_ids[at],
-            )
-        )
-    return torch.stack(masks)

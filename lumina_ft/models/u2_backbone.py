@@ -27,7 +27,9 @@ class DecoderLayer(nn.Module):
         dense = index < config.first_k_dense_replace
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoEBlock(config, experts_impl)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, plan: AttentionPlan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, rotary: Rotary, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden: [T, H] -> (hidden [T, H], router logits [T, E] or None, chosen experts [T, K] or None)."""
         hidden = hidden + self.attention(self.input_layernorm(hidden), rotary, plan)
         normed = self.post_attention_layernorm(hidden)
@@ -111,9 +113,10 @@ class U2Backbone(nn.Module):
         router_topk: list[Tensor] = []
         for layer in self.layers:
             if self.checkpoint_layers and torch.is_grad_enabled():
-                # No early stop: a recomputation cut short would skip the hooks that free partitioned weights.
+                # With early stop: run to its end, the recomputation would free the partitioned weight of the very
+                # module whose backward asked for it, and accumulating its gradient would fail.
                 hidden, logits, topk = checkpoint(
-                    layer, hidden, rotary, plan, use_reentrant=False, preserve_rng_state=False, early_stop=False
+                    layer, hidden, rotary, plan, use_reentrant=False, preserve_rng_state=False, early_stop=True
                 )
             else:
                 hidden, logits, topk = layer(hidden, rotary, plan)

@@ -68,7 +68,7 @@ class ChannelBlock(nn.Module):
 
 
 class ChannelFinal(nn.Module):
-    """Parameter-free LayerNorm with a last modulation; its chunks are (scale, shift), the other way round than above."""
+    """Parameter-free LayerNorm, modulated; the chunks are (scale, shift), the other way round than in the blocks."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -124,9 +124,7 @@ class CodebookHead(nn.Module):
         condition = query + self.timesteps_embeddings[:, :steps]
         for block in self.channel_blocks:
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(
-                    block, x, condition, use_reentrant=False, preserve_rng_state=False, early_stop=False
-                )
+                x = checkpoint(block, x, condition, use_reentrant=False, preserve_rng_state=False, early_stop=True)
             else:
                 x = block(x, condition)
         return self.channel_final(self.channel_norm(x), condition)

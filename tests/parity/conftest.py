@@ -82,8 +82,8 @@ def published_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make dense attention treat rows without any allowed key as the published code does (surprise 8).
 
     There such a row averages uniformly over all keys, since finfo.min swallows the scores. Gradients need torch's fused
-    CPU kernel itself: its backward recovers probabilities as exp(score - logsumexp), where finfo.min swallows log(S) too,
-    so a masked row sends back S times the gradient of that average. The golden gradients contain this.
+    CPU kernel itself: its backward recovers probabilities as exp(score - logsumexp), where finfo.min swallows log(S)
+    too, so a masked row sends back S times the gradient of that average. The golden gradients contain this.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, plan: kernels.DensePlan) -> Tensor:

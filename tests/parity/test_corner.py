@@ -1,4 +1,4 @@
-"""Corner cases of labels and outputs: reproduced where the published code is right, refused where it misbehaves (T1-T3)."""
+"""Corner cases of labels and outputs: reproduced, or refused where the published code misbehaves (T1-T3)."""
 
 import pytest
 import torch

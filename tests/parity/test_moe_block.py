@@ -47,9 +47,7 @@ def test_counters_match_with_padding_counted(golden, published_masked_rows):
 
 def test_surprise_14_counters_are_per_forward_and_unchanged_by_checkpointing(golden):
     stored = golden.tensors("moe_block")
-    assert torch.equal(
-        stored["tracking_counts_after_two_forwards"], 2 * stored["tracking_counts_after_one_forward"]
-    )
+    assert torch.equal(stored["tracking_counts_after_two_forwards"], 2 * stored["tracking_counts_after_one_forward"])
     model, inputs = golden.model(), golden.inputs("moe_block", "tracking_input.")
     first = model(**inputs)
     model.gradient_checkpointing_enable()

@@ -18,9 +18,7 @@ def run(golden, inputs):
 def test_rotary_tables_match(golden):
     stored, config = golden.tensors("position"), golden.model().config
     positions = golden.inputs("position")["position_ids"][0]
-    got = rotary_tables(
-        positions, rotary_dim=config.rotary_dim, theta=config.rope_theta, dtype=torch.float32
-    )
+    got = rotary_tables(positions, rotary_dim=config.rotary_dim, theta=config.rope_theta, dtype=torch.float32)
     for ours, name in ((got.cos, "rotary.cos"), (got.sin, "rotary.sin")):
         torch.testing.assert_close(torch.cat((ours, ours), -1).squeeze(1), stored[name][0], rtol=0, atol=1e-6)
     one = rotary_tables(torch.tensor([1]), rotary_dim=config.rotary_dim, theta=config.rope_theta, dtype=torch.float32)

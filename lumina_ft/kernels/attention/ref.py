@@ -14,8 +14,8 @@ from lumina_ft.tokens import TYPE_ANSWER_MEDIA, TYPE_ANSWER_TEXT, TYPE_TEXT
 _BEFORE, _SAME, _AFTER = 1, 2, 4
 _NO, _UP_TO, _YES = 0, _BEFORE | _SAME, _BEFORE | _SAME | _AFTER
 
-# Rows: noisy text, noisy answer media, other noisy, clean text, other clean queries. Columns: noisy text, noisy special,
-# noisy media, clean text, clean special, clean media keys.
+# Rows: noisy text, noisy answer media, other noisy, clean text, other clean queries.
+# Columns: noisy text, noisy special, noisy media, clean text, clean special, clean media keys.
 _SAME_TURN_RULE = (
     (_SAME, _UP_TO, _NO, _BEFORE, _NO, _NO),
     (_YES, _YES, _YES, _NO, _NO, _NO),

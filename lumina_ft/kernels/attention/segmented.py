@@ -43,7 +43,7 @@ class SegmentedPlan:
     """Gathers between T tokens and N padded slots, and one bias per bucket.
 
     Attributes:
-        slot_token: [N] int64, token of each slot; 0 in unused slots.
+        slot_token: [N] int64, token of each slot; the sample's first one in unused slots.
         unused_slots: [N, 1, 1] bool, or None if every slot holds a token.
         token_slot: [T] int64, slot of each token; 0 outside samples.
         silent_tokens: [T, 1, 1] bool, tokens whose output is 0: outside samples, invalid, or with nothing to attend to.
@@ -97,58 +97,56 @@ def plan_segments(
         has_metadata: False allows every valid pair of a sample (spec §3).
         dtype: of the activations.
     """
-    device = type_ids.device
     tokens = type_ids.shape[0]
-    slot_parts: list[Tensor] = []
-    used_parts: list[Tensor] = []
-    shapes: list[tuple[int, int]] = []
-    for group in group_by_length(lengths):
-        start = torch.tensor([starts[i] for i in group]).unsqueeze(1)
-        size = torch.tensor([lengths[i] for i in group]).unsqueeze(1)
-        longest = max(lengths[i] for i in group)
-        column = torch.arange(longest)
-        used = column < size
-        slot_parts.append(torch.where(used, start + column, 0).reshape(-1))
-        used_parts.append(used.reshape(-1))
-        shapes.append((len(group), longest))
-    slot_token = torch.cat(slot_parts).to(device)
-    used = torch.cat(used_parts).to(device)
+    groups = group_by_length(lengths)
+    slot_token, used = (x.to(type_ids.device) for x in _slots(groups, starts, lengths))
     # Unused slots write to the extra last element.
-    token_slot = torch.zeros(tokens + 1, dtype=torch.int64, device=device)
-    token_slot = token_slot.scatter_(
-        0, torch.where(used, slot_token, tokens), torch.arange(slot_token.numel(), device=device)
-    )[:tokens]
+    token_slot = torch.zeros(tokens + 1, dtype=torch.int64, device=type_ids.device)
+    numbers = torch.arange(slot_token.numel(), device=type_ids.device)
+    token_slot = token_slot.scatter_(0, torch.where(used, slot_token, tokens), numbers)[:tokens]
     meta = [x.index_select(0, slot_token) for x in (type_ids, turn_ids, block_ids, is_clean, valid)]
-    meta = [*meta[:4], meta[4] & used, used]
+    sizes = [len(group) * max(lengths[i] for i in group) for group in groups]
     buckets: list[Bucket] = []
     heard: list[Tensor] = []
-    at = 0
-    for samples, longest in shapes:
-        size = samples * longest
-        kind, turn, block, clean, ok, real = (x[at : at + size].view(samples, longest) for x in meta)
+    for group, *parts in zip(groups, *(x.split(sizes) for x in (*meta, used)), strict=True):
+        kind, turn, block, clean, ok, real = (x.view(len(group), -1) for x in parts)
         detailed = ((block >= 0) & real).any(-1, keepdim=True)
-        allowed = pair_rule(TokenMeta(kind, turn, block, clean, ok, has_metadata, detailed))
+        allowed = pair_rule(TokenMeta(kind, turn, block, clean, ok & real, has_metadata, detailed))
         hears = allowed.any(-1)
         forbidden = ~allowed & hears.unsqueeze(-1)
-        bias = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(forbidden, float("-inf"))
-        buckets.append(Bucket(samples, longest, bias.unsqueeze(1)))
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(forbidden, float("-inf"))
+        buckets.append(Bucket(len(group), hears.shape[1], bias.unsqueeze(1)))
         heard.append(hears.reshape(-1))
-        at += size
-    inside = torch.zeros(tokens, dtype=torch.bool, device=device)
+    silent = ~torch.cat(heard).index_select(0, token_slot)
     outside = None
     if sum(lengths) < tokens:
-        inside = inside.index_fill_(0, slot_token[used], True)
-        outside = ~inside.view(tokens, 1, 1)
-    speaking = torch.cat(heard).index_select(0, token_slot)
-    silent = ~speaking.view(tokens, 1, 1) if outside is None else ~speaking.view(tokens, 1, 1) | outside
+        outside = torch.ones_like(silent).index_fill_(0, slot_token[used], False)
+        silent = silent | outside
     return SegmentedPlan(
         buckets=tuple(buckets),
         slot_token=slot_token,
         unused_slots=None if slot_token.numel() == sum(lengths) else ~used.view(-1, 1, 1),
         token_slot=token_slot,
-        silent_tokens=silent,
-        outside=outside,
+        silent_tokens=silent.view(-1, 1, 1),
+        outside=None if outside is None else outside.view(-1, 1, 1),
     )
+
+
+def _slots(groups: list[list[int]], starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Token of each padded slot and whether it is used; both [N], on the host.
+
+    An unused slot names its own sample's first token: NaN there must not reach other samples through masked keys.
+    """
+    tokens: list[Tensor] = []
+    used: list[Tensor] = []
+    for group in groups:
+        start = torch.tensor([starts[i] for i in group]).unsqueeze(1)
+        size = torch.tensor([lengths[i] for i in group]).unsqueeze(1)
+        column = torch.arange(int(size.max()))
+        inside = column < size
+        tokens.append(torch.where(inside, start + column, start).reshape(-1))
+        used.append(inside.reshape(-1))
+    return torch.cat(tokens), torch.cat(used)
 
 
 class _ToSlots(torch.autograd.Function):
@@ -195,15 +193,13 @@ def segmented_attention(q: Tensor, k: Tensor, v: Tensor, plan: SegmentedPlan) ->
     slots: tuple[Tensor, ...] = tuple(_ToSlots.apply(x, plan) for x in (q, k, v))  # pyright: ignore[reportAssignmentType]
     sizes = [bucket.samples * bucket.length for bucket in plan.buckets]
     parts = zip(*(x.split(sizes) for x in slots), strict=True)
-    out = [_attend_bucket(*qkv, bucket) for qkv, bucket in zip(parts, plan.buckets, strict=True)]
+    out = [_attend_bucket(q, k, v, bucket) for (q, k, v), bucket in zip(parts, plan.buckets, strict=True)]
     return _ToTokens.apply(out[0] if len(out) == 1 else torch.cat(out), plan)  # pyright: ignore[reportReturnType]
 
 
 def _attend_bucket(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
     """[n * L, heads, D] of one bucket -> [n * L, Hq, D]."""
-    q_nHLD, k_nHLD, v_nHLD = (
-        x.view(bucket.samples, bucket.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-    )
+    q_nHLD, k_nHLD, v_nHLD = (x.view(bucket.samples, bucket.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q_nHLD, k_nHLD, v_nHLD, attn_mask=bucket.bias, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -2,7 +2,8 @@
 
 Shape legend: T tokens, H hidden, I expert width, E experts, K chosen experts per token, N = T * K sorted rows.
 
-No step reads a size on the host. Sums run in a fixed order, so results don't change from run to run.
+No step here reads a size on the host (torch's CPU kernel does, where that is free). Sums run in a fixed order, so
+results don't change from run to run.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,11 @@ ALIGNMENT_BYTES = 16
 
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of `a` grouped by `offsets`, times one matrix of `b` each; or, for two 2-D tensors, one product a group."""
+    return torch._grouped_mm(a, b, offs=offsets)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ExpertPlan(NamedTuple):
@@ -45,7 +51,9 @@ def plan_experts(topk_idx: Tensor, num_experts: int) -> ExpertPlan:
     flat = topk_idx.reshape(-1)
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     return ExpertPlan(order // topk_idx.shape[1], order, inverse, counts.cumsum(0).to(torch.int32))
 
 
@@ -93,15 +101,15 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return _grouped_mm(x, weight.transpose(1, 2), offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, offsets = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = torch._grouped_mm(grad, weight, offs=offsets) if ctx.needs_input_grad[0] else None
-        grad_weight = torch._grouped_mm(grad.t(), x, offs=offsets) if ctx.needs_input_grad[1] else None
+        grad_x = _grouped_mm(grad, weight, offsets) if ctx.needs_input_grad[0] else None
+        grad_weight = _grouped_mm(grad.t(), x, offsets) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 
@@ -129,9 +137,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _GroupedLinear.apply(x, weight, offsets)  # pyright: ignore[reportReturnType]
 
 
-def grouped_experts(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, topk_idx: Tensor, topk_weight: Tensor
-) -> Tensor:
+def grouped_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
     """Weighted sum over each token's experts, all experts at once.
 
     The routing weight multiplies the hidden layer, which is narrower than the output.

@@ -138,7 +138,7 @@ def test_t12_config_names_the_layout_and_keeps_what_the_source_said(model, tmp_p
 def test_export_writes_no_null_where_the_published_code_has_a_default(model, tmp_path: Path):
     save_model(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert "codebook_size" not in config and "text_ids" not in config
+    assert all(config.get(key, "absent") is not None for key in ("codebook_size", "text_ids", "media_ids"))
     assert config["architectures"] == ["LLaDA2MoeModelLM"] and config["use_cache"] is False
 
 

@@ -1,0 +1,86 @@
+"""Pictures of the demo's results: what was drawn and what was read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lumina_ft.data.digits import DIGIT_WORDS
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+_WRONG = "#ff5555"
+_TILE = 48
+"""Pixels of a picture with its frame in the grid."""
+_TILE_GREY = (170, 170, 170)
+_TILE_RED = (255, 85, 85)
+
+
+def draw_grid(pictures: Sequence[Image.Image], wanted: NDArray[np.int64], read: NDArray[np.int64], path: Path) -> Path:
+    """Generated digits, one row per digit asked for; a red frame marks those that the judge read as another digit.
+
+    Args:
+        pictures: n grey pictures. wanted, read: [n] digit asked for and digit read.
+        path: PNG to write.
+    """
+    columns = max(int((wanted == digit).sum()) for digit in range(10))
+    canvas = np.full((10 * _TILE, columns * _TILE, 3), 255, dtype=np.uint8)
+    for digit in range(10):
+        for column, index in enumerate(np.flatnonzero(wanted == digit).tolist()):
+            tile = canvas[digit * _TILE : (digit + 1) * _TILE, column * _TILE : (column + 1) * _TILE]
+            tile[1:-1, 1:-1] = _TILE_GREY if read[index] == digit else _TILE_RED
+            shown = pictures[index].convert("RGB").resize((_TILE - 8, _TILE - 8), Image.Resampling.NEAREST)
+            tile[4:-4, 4:-4] = np.asarray(shown)
+    figure, axes = plt.subplots(figsize=(columns * 0.42 + 0.9, 10 * 0.42 + 0.4))
+    axes.imshow(canvas, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([_TILE * (digit + 0.5) for digit in range(10)], DIGIT_WORDS)
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_title(f"“draw a seven”, …: {float((read == wanted).mean()):.1%} recognised as asked", fontsize=10)
+    return _save(figure, path)
+
+
+def draw_answers(
+    paths: Sequence[Path], answers: Sequence[str], right: NDArray[np.bool_], path: Path, *, columns: int = 12
+) -> Path:
+    """Held-out digits with the model's answer below; wrong answers are red and come first.
+
+    Args:
+        paths: n pictures. answers: n words. right: [n] bool.
+        path: PNG to write.
+        columns: per row; three rows are shown.
+    """
+    wrong, correct = np.flatnonzero(~right), np.flatnonzero(right)
+    order = np.concatenate([wrong[: 2 * columns], correct])[: 3 * columns].tolist()
+    figure, grid = plt.subplots(3, columns, figsize=(columns * 0.75, 3 * 1.15), squeeze=False)
+    for axes in grid.ravel():
+        axes.axis("off")
+    for axes, index in zip(grid.ravel(), order, strict=False):
+        axes.axis("on")
+        axes.imshow(np.asarray(Image.open(paths[index]).convert("L")), cmap="gray", vmin=0, vmax=255)
+        _frame(axes, ok=bool(right[index]))
+        axes.set_xlabel(answers[index][:12], fontsize=8, color="black" if right[index] else _WRONG)
+    figure.suptitle(f"answers on held-out digits, wrong ones first: {float(right.mean()):.1%} right", fontsize=10)
+    return _save(figure, path)
+
+
+def _frame(axes: Axes, *, ok: bool) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set(color="0.6" if ok else _WRONG, linewidth=0.5 if ok else 2.0)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.tight_layout(pad=0.4, h_pad=0.6, w_pad=0.2)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

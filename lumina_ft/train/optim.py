@@ -1,0 +1,62 @@
+"""AdamW's parameter groups, and learning rates as a function of the step."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch.nn import Parameter
+
+from lumina_ft.config.schema import OptimConfig
+from lumina_ft.parallel.zero3 import full_shape
+from lumina_ft.stages import StagePlan
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def build_optimizer(
+    params: Mapping[str, Parameter], plan: StagePlan, cfg: OptimConfig
+) -> tuple[torch.optim.AdamW, dict[str, float]]:
+    """AdamW over the trained parameters.
+
+    Parameters that share a learning rate and decay share a group, because ZeRO flattens group by group. Norms, biases
+    and other parameters with at most one dimension don't decay.
+
+    Args:
+        params: every parameter of the model by name.
+
+    Returns:
+        The optimizer and the peak learning rate of each group, by the group's `name`.
+    """
+    members: dict[tuple[float, float], list[Parameter]] = {}
+    for info in plan.trained:
+        param = params[info.name]
+        decay = cfg.weight_decay if len(full_shape(param)) > 1 else 0.0
+        members.setdefault((plan.lr[info.group], decay), []).append(param)
+    groups = []
+    peaks: dict[str, float] = {}
+    for (lr, decay), group in members.items():
+        name = f"lr={lr!r},decay={decay!r}"
+        groups.append({"params": group, "lr": lr, "weight_decay": decay, "name": name})
+        peaks[name] = lr
+    optimizer = torch.optim.AdamW(groups, lr=max(peaks.values()), betas=cfg.betas, eps=cfg.eps, fused=True)
+    return optimizer, peaks
+
+
+def lr_factor(step: int, total_steps: int, *, schedule: Schedule, warmup_ratio: float, min_lr_ratio: float) -> float:
+    """Learning rate of a step as a share of the peak.
+
+    Rises linearly over the first `warmup_ratio` of the steps, never 0, reaching 1 in the last of them; then follows the
+    schedule, which reaches `min_lr_ratio` one step after the end, so that no step is spent at a rate of 0.
+
+    Args:
+        step: 0-based step of the stage.
+    """
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return min_lr_ratio + (1.0 - min_lr_ratio) * shape

@@ -1,0 +1,320 @@
+"""READ FIRST: one stage in one rank, from configuration to stage-end checkpoint.
+
+ranks → model (config, weights) → data → plan → engine (→ optimizer state) → loop → checkpoint, summary, pictures
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers.initialization import no_init_weights
+
+from lumina_ft.checkpoint.directory import Checkpoint, TrainState, read_state
+from lumina_ft.checkpoint.resume import check_fingerprint, load_optimizer
+from lumina_ft.checkpoint.save import ModelFiles, save_checkpoint
+from lumina_ft.config.schema import ModelConfig, RunConfig
+from lumina_ft.data.dataset import PackedDataset
+from lumina_ft.data.shards import read_meta
+from lumina_ft.data.tokenizer import load_tokenizer
+from lumina_ft.errors import CheckpointError
+from lumina_ft.models.groups import group_of
+from lumina_ft.models.u2 import U2ForDiffusion
+from lumina_ft.models.u2_config import U2Config
+from lumina_ft.models.weights import load_weights
+from lumina_ft.monitor.metrics import MetricsWriter
+from lumina_ft.monitor.plots import plot_expert_load, plot_losses
+from lumina_ft.monitor.progress import StageProgress
+from lumina_ft.parallel.dist import World, init_distributed
+from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
+from lumina_ft.parallel.engine import Engine
+from lumina_ft.parallel.state import adam_steps
+from lumina_ft.parallel.zero3 import init_context, place_buffers, write_tensor
+from lumina_ft.stages import ParamInfo, StagePlan, apply_plan, plan_stage
+from lumina_ft.train.loop import StageRun, train_loop
+from lumina_ft.train.objective import Objective
+from lumina_ft.train.optim import build_optimizer
+
+log = logging.getLogger(__name__)
+
+SUMMARY_FILE = "summary.json"
+_STAGE_SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a stage's weights come from.
+
+    Attributes:
+        weights: model directory; None: random weights.
+        inside: the checkpoint inside this stage that is continued.
+        global_step: optimizer steps of earlier stages.
+    """
+
+    weights: Path | None
+    inside: Checkpoint | None
+    global_step: int
+
+
+def train_stage(cfg: RunConfig, stage_index: int, *, resume: Path | None, run_dir: Path) -> None:
+    """Train one stage. Runs in every rank; the process should end afterwards (ZeRO-3 engines don't give memory back).
+
+    Args:
+        resume: checkpoint to start from: the end of the previous stage, or one inside this stage. None: `cfg.model`.
+        run_dir: existing run directory.
+
+    Raises:
+        LuminaError: something a user can fix; see the modules.
+    """
+    start = _find_start(cfg, stage_index, resume)
+    world = init_distributed(f"stage-{stage_index}", cfg.parallel.timeout_minutes)
+    _make_deterministic(world)
+    run = build_stage(cfg, stage_index, start, world, run_dir)
+    try:
+        train_loop(run)
+    finally:
+        if run.progress is not None:
+            run.progress.close()
+        if run.metrics is not None:
+            run.metrics.close()
+    if world.is_main:
+        _finish(run, run_dir)
+    world.close()
+
+
+def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, run_dir: Path) -> StageRun:
+    """Everything that the loop works on."""
+    model_config = U2Config.load(start.weights or cfg.model.path or cfg.model.config or "")
+    train_data, eval_data = _open_data(cfg, stage_index, model_config)
+    stage, per_step = cfg.stages[stage_index], cfg.train.packs_per_step
+    total_steps = stage.steps or train_data.steps_of_epochs(stage.epochs or 1.0, per_step)
+    train_data.rank_packs(train_data.packs_of_step(0, per_step), world.rank, world.size)
+
+    plan = plan_stage(cfg, stage_index, describe_parameters(model_config))
+    settings = ZeroSettings(
+        world_size=world.size,
+        micro_batches=per_step // world.size,
+        dtype=cfg.model.dtype,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        trainable_numel=sum(info.numel for info in plan.trained),
+        overlap=world.device.type == "cuda",
+    )
+    ds_config = resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
+    model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, device=world.device)
+    apply_plan(model, plan)
+    params = dict(model.named_parameters())
+    optimizer, peak_lrs = build_optimizer(params, plan, cfg.optim)
+    objective = Objective(model)
+    engine = Engine(objective, optimizer, ds_config, decay_unused=cfg.optim.decay_unused)
+    engine.train()
+
+    trained = {info.name: params[info.name] for info in plan.trained}
+    fingerprint = _fingerprint(cfg, plan, total_steps)
+    if start.inside is not None:
+        check_fingerprint(start.inside, fingerprint)
+        load_optimizer(start.inside, engine, trained)
+    files = ModelFiles(start.weights, _tokenizer_dir(cfg, stage_index))
+    step = start.inside.state.stage_step if start.inside else 0
+    run = StageRun(
+        cfg=cfg,
+        plan=plan,
+        world=world,
+        engine=engine,
+        objective=objective,
+        params=trained,
+        peak_lrs=peak_lrs,
+        train_data=train_data,
+        eval_data=eval_data,
+        total_steps=total_steps,
+        metrics=MetricsWriter(run_dir, cfg.train.tensorboard, (plan.name, step)) if world.is_main else None,
+        progress=StageProgress(plan.name, total_steps, step) if world.is_main else None,
+        save=lambda run: _save(run, run_dir, model, files, start.global_step, fingerprint),
+        step=step,
+        tokens=start.inside.state.tokens if start.inside else 0,
+        seconds=start.inside.state.seconds if start.inside else 0.0,
+    )
+    _announce(run, ds_config)
+    return run
+
+
+def describe_parameters(model_config: U2Config) -> list[ParamInfo]:
+    """Every parameter of the model, without allocating one."""
+    with torch.device("meta"):
+        model = U2ForDiffusion(model_config)
+    return [ParamInfo(name, group_of(name), tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def build_model(
+    cfg: ModelConfig,
+    model_config: U2Config,
+    ds_config: dict[str, Any],
+    *,
+    weights: Path | None,
+    seed: int,
+    device: torch.device,
+) -> U2ForDiffusion:
+    """The model with its weights; partitioned from the start under ZeRO-3. Collective.
+
+    Args:
+        weights: model directory to load; None draws from `seed`.
+        device: where training runs.
+    """
+    with init_context(ds_config, getattr(torch, cfg.dtype)), no_init_weights():
+        model = U2ForDiffusion(model_config, attention_impl=cfg.attention_impl, experts_impl=cfg.experts_impl)
+    place_buffers(model, device)
+    if weights is not None:
+        load_weights(model, weights, writer=write_tensor)
+    else:
+        model.init_weights_(seed, writer=write_tensor)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def _find_start(cfg: RunConfig, stage_index: int, resume: Path | None) -> Start:
+    """Where the stage starts, from the checkpoint's state.
+
+    Raises:
+        CheckpointError: the checkpoint doesn't lead into this stage.
+    """
+    if resume is None:
+        if stage_index:
+            raise CheckpointError(
+                f"stage {stage_index + 1} — started without a checkpoint — it starts from the end of stage "
+                f"{stage_index} — pass that checkpoint"
+            )
+        return Start(cfg.model.path, None, 0)
+    checkpoint = Checkpoint(resume, read_state(resume))
+    state = checkpoint.state
+    if state.stage_index == stage_index and not state.stage_finished:
+        return Start(checkpoint.model_dir, checkpoint, state.global_step - state.stage_step)
+    if state.stage_index == stage_index - 1 and state.stage_finished:
+        return Start(checkpoint.model_dir, None, state.global_step)
+    raise CheckpointError(
+        f"{resume} — stage {state.stage_name!r}, step {state.stage_step} of {state.stage_steps} — doesn't lead into "
+        f"stage {cfg.stages[stage_index].name!r} — resume from inside that stage or from the end of the one before"
+    )
+
+
+def _make_deterministic(world: World) -> None:
+    """Same seed, same bits: on the CPU that only takes torch's deterministic algorithms."""
+    if world.device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # A debugging aid of that mode which fills every new tensor with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _open_data(cfg: RunConfig, stage_index: int, model_config: U2Config) -> tuple[PackedDataset, PackedDataset | None]:
+    """Training data of the stage, and held-out data if there is any."""
+    data_cfg = cfg.stage_data(stage_index)
+    source = cfg.model.tokenizer or cfg.model.path
+    identity = load_tokenizer(source).identity if source is not None else None
+    spec = model_config.token_spec()
+    # Stages draw other orders, drops and noise from the run's one seed.
+    seed = cfg.seed + _STAGE_SEED_STRIDE * stage_index
+    train = PackedDataset(data_cfg, spec=spec, seed=seed, split="train", tokenizer_identity=identity)
+    if data_cfg.eval_path is None and data_cfg.eval_fraction == 0:
+        return train, None
+    held = PackedDataset(data_cfg, spec=spec, seed=seed, split="eval", tokenizer_identity=identity)
+    return train, held
+
+
+def _tokenizer_dir(cfg: RunConfig, stage_index: int) -> Path:
+    """The dataset's copy of its tokenizer."""
+    return cfg.stage_data(stage_index).path / "tokenizer"
+
+
+def _fingerprint(cfg: RunConfig, plan: StagePlan, total_steps: int) -> dict[str, Any]:
+    """What the remaining steps of a stage depend on."""
+    return {
+        "seed": cfg.seed,
+        "packs_per_step": cfg.train.packs_per_step,
+        "stage_steps": total_steps,
+        "dataset": read_meta(cfg.stage_data(plan.index).path).identity,
+        "trained_groups": sorted(plan.lr),
+        "dtype": cfg.model.dtype,
+    }
+
+
+def _save(
+    run: StageRun,
+    run_dir: Path,
+    model: U2ForDiffusion,
+    files: ModelFiles,
+    steps_before: int,
+    fingerprint: dict[str, Any],
+) -> None:
+    state = TrainState(
+        global_step=steps_before + run.step,
+        stage_index=run.plan.index,
+        stage_name=run.plan.name,
+        stage_step=run.step,
+        stage_steps=run.total_steps,
+        adam_steps=adam_steps(run.engine),
+        seconds=round(run.elapsed, 3),
+        tokens=run.tokens,
+        fingerprint=fingerprint,
+    )
+    save_checkpoint(
+        run_dir,
+        engine=run.engine,
+        model=model,
+        state=state,
+        files=files,
+        world=run.world,
+        keep=run.cfg.train.keep_checkpoints,
+    )
+    if run.world.is_main:
+        log.info("%s step %d: saved checkpoint-%d", run.plan.name, run.step, state.global_step)
+
+
+def _announce(run: StageRun, ds_config: dict[str, Any]) -> None:
+    """Say once what is going to happen."""
+    if not run.world.is_main:
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, width=100)
+    console.print(run.plan.table())
+    zero = ds_config["zero_optimization"]["stage"]
+    log.info(
+        "%d steps of %d packs on %d ranks (%s, ZeRO-%d, %s), from step %d; %d training samples, %d held out",
+        run.total_steps,
+        run.cfg.train.packs_per_step,
+        run.world.size,
+        run.world.device.type,
+        zero,
+        run.cfg.model.dtype,
+        run.step,
+        run.train_data.num_samples,
+        run.eval_data.num_samples if run.eval_data else 0,
+    )
+
+
+def _finish(run: StageRun, run_dir: Path) -> None:
+    """Summary and pictures of the stage, on rank 0."""
+    path = run_dir / SUMMARY_FILE
+    memory = psutil.Process().memory_info()
+    stages = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    stages = [stage for stage in stages if stage["index"] < run.plan.index]
+    stages.append(
+        {
+            "index": run.plan.index,
+            "name": run.plan.name,
+            "steps": run.total_steps,
+            "losses": run.losses,
+            "seconds": round(run.elapsed, 3),
+            "tokens": run.tokens,
+            "trained_parameters": sum(p.numel for p in run.plan.trained),
+            "anonymous_rss_mib": round((memory.rss - memory.shared) / 2**20, 1),
+            "expert_counts": run.expert_counts.tolist() if run.expert_counts is not None else [],
+        }
+    )
+    path.write_text(json.dumps(stages, indent=2) + "\n", encoding="utf-8")
+    if run.cfg.train.plots:
+        plot_losses(run_dir)
+        if run.expert_counts is not None and run.expert_counts.numel():
+            plot_expert_load(run.expert_counts.cpu().numpy(), run_dir / "plots" / f"expert_load_{run.plan.name}.png")

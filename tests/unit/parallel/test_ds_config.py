@@ -1,0 +1,81 @@
+"""DeepSpeed JSON: presets, automatic values, contradictions."""
+
+import json
+
+import pytest
+
+from lumina_ft.errors import ConfigError
+from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
+
+
+def settings(**changes) -> ZeroSettings:
+    values = dict(
+        world_size=2, micro_batches=4, dtype="bfloat16", max_grad_norm=1.0, trainable_numel=10**9, overlap=True
+    )
+    return ZeroSettings(**{**values, **changes})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_presets_resolve_without_any_auto_left(stage):
+    config = resolve_ds_config(read_ds_config(f"zero{stage}"), settings())
+    assert "auto" not in json.dumps(config)
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["train_batch_size"] == 8
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 1.0
+    assert config["bf16"]["enabled"] is True
+
+
+def test_fp32_has_no_mixed_precision_block():
+    assert "bf16" not in resolve_ds_config(read_ds_config("zero3"), settings(dtype="float32"))
+
+
+def test_buckets_are_no_larger_than_what_is_trained():
+    zero = resolve_ds_config(read_ds_config("zero2"), settings(trainable_numel=12_345, overlap=False))
+    assert zero["zero_optimization"]["reduce_bucket_size"] == 12_345
+    assert zero["zero_optimization"]["overlap_comm"] is False
+
+
+def test_given_numbers_stay():
+    raw = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 77}}
+    zero = resolve_ds_config(raw, settings())["zero_optimization"]
+    assert zero["stage3_param_persistence_threshold"] == 0
+    assert zero["reduce_bucket_size"] == 77
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"optimizer": {"type": "Adam"}}, r"optimizer — block present .* set optim\.\*"),
+        ({"scheduler": {}}, r"scheduler .* optim\.schedule"),
+        ({"fp16": {"enabled": True}}, r"fp16 .* model\.dtype"),
+        ({"bf16": {"enabled": True}}, r"bf16 .* model\.dtype decides"),
+        ({"gradient_clipping": 0.3}, r"gradient_clipping — 0\.3 — must be 1\.0 \(optim\.max_grad_norm\)"),
+        ({"train_batch_size": 64}, r"train_batch_size — 64 — must be 8 \(train\.packs_per_step\)"),
+        ({"gradient_acumulation_steps": 4}, r"not supported; did you mean 'gradient_accumulation_steps'"),
+        ({"zero_optimization": {"stage": 4}}, r"stage — 4 — must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, r"sub_group_size — 'auto' — .*no automatic"),
+    ],
+)
+def test_contradictions_name_the_key_and_the_fix(raw, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_ds_config(raw, settings())
+
+
+def test_agreeing_values_are_accepted():
+    raw = {"gradient_clipping": 1.0, "train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+    assert resolve_ds_config(raw, settings())["train_batch_size"] == 8
+
+
+def test_unknown_preset_is_suggested():
+    with pytest.raises(
+        ConfigError, match=r"'zeri3' — must be one of zero0, zero1, zero2, zero3 .* did you mean 'zero3'"
+    ):
+        read_ds_config("zeri3")
+
+
+def test_broken_json_names_the_file(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text("{,}")
+    with pytest.raises(ConfigError, match=r"my\.json: .* must be JSON"):
+        read_ds_config(str(path))
