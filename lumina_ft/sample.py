@@ -6,7 +6,7 @@ that training used; images come back through the codec that made the training co
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +15,15 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from lumina_ft.checkpoint.companions import SamplingSettings, read_settings
 from lumina_ft.checkpoint.directory import MARKER, MODEL_DIR, checkpoints_dir, newest_checkpoint
-from lumina_ft.config.load import load_run
-from lumina_ft.data.codecs import ImageCodec, load_codec
+from lumina_ft.data.codecs import CODEC_DIR, CodeGrid, ImageCodec, load_codec
 from lumina_ft.data.codecs.pq import PqCodec
-from lumina_ft.data.formats import ImageRef, to_conversation
+from lumina_ft.data.formats import to_conversation
 from lumina_ft.data.layout import layout_prefix
 from lumina_ft.data.prompts import SYSTEM_PROMPTS
-from lumina_ft.data.rows import merged
-from lumina_ft.data.segments import Kind, Role, Sample, Segment
-from lumina_ft.data.shards import META_FILE, read_meta
+from lumina_ft.data.rows import conversation_sample
+from lumina_ft.data.shards import read_meta
 from lumina_ft.data.tokenizer import TextTokenizer, check_text_ids, load_tokenizer, text_ids
 from lumina_ft.errors import CheckpointError, ConfigError, DataError
 from lumina_ft.generate.image import ImagePrompt, ImageSettings, decode_images
@@ -37,23 +36,10 @@ Picture = Image.Image | Path
 """An opened image, or a file that the codec reads: an image, or for `token-files` its tokens."""
 
 Task = Literal["text", "understand", "t2i"]
-CODEC_DIR = "codec"
+_DEFAULT_BLOCK_TOKENS = 32
 
 
-@dataclass(frozen=True)
-class ModelLocation:
-    """Where a `--model` argument leads.
-
-    Attributes:
-        model_dir: checkpoint directory that `from_pretrained` takes.
-        run_dir: run that it belongs to, None for a checkpoint from elsewhere.
-    """
-
-    model_dir: Path
-    run_dir: Path | None
-
-
-def locate_model(path: Path) -> ModelLocation:
+def locate_model(path: Path) -> Path:
     """Resolve a run directory, one of its checkpoints, that checkpoint's `model/`, or any checkpoint directory.
 
     Raises:
@@ -66,12 +52,11 @@ def locate_model(path: Path) -> ModelLocation:
             raise CheckpointError(
                 f"model={path} — has no complete checkpoint — a run is sampled from its newest one — train it further"
             )
-        return ModelLocation(newest.model_dir, path)
+        return newest.model_dir
     if (path / MARKER).is_file():
-        return ModelLocation(path / MODEL_DIR, path.resolve().parents[1])
+        return path / MODEL_DIR
     if (path / "config.json").is_file():
-        inside = path.name == MODEL_DIR and (path.parent / MARKER).is_file()
-        return ModelLocation(path, path.resolve().parents[2] if inside else None)
+        return path
     raise CheckpointError(
         f"model={path} — no config.json and no checkpoints/ — must be a run or a checkpoint directory — check the path"
     )
@@ -202,9 +187,9 @@ class Sampler:
 
     def _need_codec(self) -> ImageCodec:
         if self.codec is None:
-            places = ", ".join(str(p) for p in self.codec_places) or "nowhere: the model belongs to no run"
+            places = ", ".join(str(p) for p in self.codec_places)
             raise ConfigError(
-                f"data — no codec found ({places}) — images need the codec of their dataset — pass --data"
+                f"data — no codec found in {places} — images need the codec of their dataset — pass --data"
             )
         return self.codec
 
@@ -222,23 +207,21 @@ class Sampler:
 
     def _prefix(self, number: int, row: dict[str, Any], pictures: Sequence[Picture], *, uncondition: bool) -> Prompt:
         """Prompt rows before the answer, laid out as a training row with the same content would be."""
-        conversation = to_conversation(row, "pairs", "auto")
-        segments = [self._text_segment(Role.SYSTEM, self.system_prompts[conversation.task])]
-        for part in merged(conversation.turns[0]):
-            if isinstance(part, ImageRef):
-                picture, codec = pictures[int(part.path)], self._need_codec()
-                grid = codec.read(picture) if isinstance(picture, Path) else codec.encode([picture])[0]
-                shape, empty = (grid.height, grid.width), np.zeros(0, dtype=np.int32)
-                segments.append(Segment(Role.USER, 0, Kind.IMAGE, empty, grid.codes, shape))
-            else:
-                segments.append(self._text_segment(Role.USER, part))
-        sample = Sample(number, conversation.task, tuple(segments), source=f"prompt {number}")
-        layout = layout_prefix(sample, self.spec, negative="uncondition" if uncondition else "none")
-        return from_layout(layout)
+        raw = to_conversation(row, "pairs", "auto")
+        question = replace(raw, turns=raw.turns[:1])
+        sample = conversation_sample(
+            question,
+            [self._codes_of(pictures[int(ref.path)]) for ref in question.turns[0].images],
+            encode_text=self.tokenizer.encode_text,
+            system_prompts=self.system_prompts,
+            num_codebooks=self.spec.num_codebooks,
+            source=f"prompt {number}",
+        )
+        return from_layout(layout_prefix(sample, self.spec, negative="uncondition" if uncondition else "none"))
 
-    def _text_segment(self, role: Role, text: str) -> Segment:
-        no_codes = np.zeros((0, self.spec.num_codebooks), dtype=np.uint16)
-        return Segment(role, 0, Kind.TEXT, self.tokenizer.encode_text(text), no_codes)
+    def _codes_of(self, picture: Picture) -> CodeGrid:
+        codec = self._need_codec()
+        return codec.read(picture) if isinstance(picture, Path) else codec.encode([picture])[0]
 
 
 def load_sampler(
@@ -248,7 +231,8 @@ def load_sampler(
 
     Args:
         path: see `locate_model`.
-        data: built dataset whose codec and system prompts to use; default: the dataset of the run.
+        data: built dataset whose codec and system prompts to use; default: those that training left in the model
+            directory, or the published prompts.
         dtype: of the weights; default: as stored.
         device: default: the GPU if there is one.
 
@@ -256,27 +240,23 @@ def load_sampler(
         CheckpointError: no such model, or a damaged one.
         DataError: a tokenizer or codec that doesn't belong to the model.
     """
-    place = locate_model(Path(path))
-    model = U2ForDiffusion.from_pretrained(place.model_dir, dtype=dtype)
+    model_dir = locate_model(Path(path))
+    model = U2ForDiffusion.from_pretrained(model_dir, dtype=dtype)
     torch.nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     spec = model.config.token_spec()
-    tokenizer = load_tokenizer(place.model_dir)
+    tokenizer = load_tokenizer(model_dir)
     check_text_ids(
-        text_ids(tokenizer), spec.text, directory=tokenizer.directory, model_source=str(place.model_dir / "config.json")
+        text_ids(tokenizer), spec.text, directory=tokenizer.directory, model_source=str(model_dir / "config.json")
     )
-    dataset, block_tokens = data, 32
-    if place.run_dir is not None and (place.run_dir / "run.yaml").is_file():
-        run = load_run(place.run_dir / "run.yaml", [])
-        block_tokens = run.data.block_tokens
-        dataset = data or run.data.path
-    prompts = dict(SYSTEM_PROMPTS)
-    if dataset is not None and (dataset / META_FILE).is_file():
-        prompts |= read_meta(dataset).system_prompts
-    places = tuple(p for p in (place.model_dir / CODEC_DIR, *([dataset / CODEC_DIR] if dataset else [])))
+    settings = read_settings(model_dir) or SamplingSettings(dict(SYSTEM_PROMPTS), _DEFAULT_BLOCK_TOKENS)
+    prompts = settings.system_prompts
+    if data is not None:
+        prompts = prompts | read_meta(data).system_prompts
+    places = (model_dir / CODEC_DIR,) if data is None else (data / CODEC_DIR, model_dir / CODEC_DIR)
     codec = next((load_codec(p) for p in places if p.is_dir()), None)
     if codec is not None:
         _check_codec(codec, spec, places)
-    return Sampler(model, tokenizer, spec, codec, places, prompts, block_tokens)
+    return Sampler(model, tokenizer, spec, codec, places, prompts, settings.block_tokens)
 
 
 def _check_codec(codec: ImageCodec, spec: TokenSpec, places: tuple[Path, ...]) -> None:
@@ -324,7 +304,7 @@ def run_sample(
     """
     _check_options(task, images, output, num_images)
     sampler = load_sampler(model, data=data)
-    result: dict[str, Any] = {"task": task, "model": str(locate_model(model).model_dir)}
+    result: dict[str, Any] = {"task": task, "model": str(locate_model(model))}
     start = time.perf_counter()
     if task == "t2i":
         assert output is not None

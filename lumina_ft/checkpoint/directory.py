@@ -145,13 +145,15 @@ def new_checkpoint(run_dir: Path, state: TrainState) -> Iterator[Path]:
         raise
 
 
-def rotate(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints inside stages; stage ends stay.
+def rotate(run_dir: Path, keep: int, spare: Path | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints inside stages; stage ends stay, and so does `spare`.
 
     The marker goes first, so that an interrupted deletion leaves an unfinished directory, never a damaged checkpoint.
     """
     inside = [c for c in complete_checkpoints(run_dir) if not c.state.stage_finished]
     for old in inside[: max(0, len(inside) - keep)]:
+        if spare is not None and old.path.samefile(spare):
+            continue
         (old.path / MARKER).unlink()
         shutil.rmtree(old.path)
 

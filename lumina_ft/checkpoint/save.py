@@ -13,8 +13,8 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from lumina_ft.checkpoint.companions import write_companions
 from lumina_ft.checkpoint.directory import MODEL_DIR, OPTIMIZER_FILE, TrainState, new_checkpoint, rotate
-from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.models.tensor_files import SINGLE_FILE, ShardWriter, TensorSpec
 from lumina_ft.models.weights import ModelWriter, export_config
 from lumina_ft.parallel.dist import World
@@ -30,12 +30,14 @@ class ModelFiles:
     """Where the files that belong to a model besides its weights come from.
 
     Attributes:
-        source_dir: checkpoint that the stage started from (config keys, code, tokenizer); None for random weights.
-        tokenizer_dir: used where `source_dir` has no tokenizer.
+        source_dir: model that the stage started from (config keys, code, tokenizer); None for random weights.
+        dataset: built dataset of the stage: codec, system prompts, and the tokenizer where `source_dir` has none.
+        block_tokens: L of the stage.
     """
 
     source_dir: Path | None
-    tokenizer_dir: Path
+    dataset: Path
+    block_tokens: int
 
 
 def save_checkpoint(
@@ -47,6 +49,7 @@ def save_checkpoint(
     files: ModelFiles,
     world: World,
     keep: int,
+    spare: Path | None = None,
 ) -> None:
     """Write `checkpoints/checkpoint-N` aside, rename it, delete old ones. Collective.
 
@@ -56,6 +59,7 @@ def save_checkpoint(
     Args:
         model: the module inside the engine.
         keep: checkpoints inside stages that stay.
+        spare: a checkpoint that stays as well, because the run was resumed from it and still reads its files.
 
     Raises:
         CheckpointError: a complete checkpoint of this step exists.
@@ -66,7 +70,7 @@ def save_checkpoint(
         _write_model(folder, model, files)
         _write_optimizer(folder, engine, trained)
     if world.is_main:
-        rotate(run_dir, keep)
+        rotate(run_dir, keep, spare)
     world.barrier()
 
 
@@ -90,8 +94,8 @@ def _write_model(folder: Path | None, model: PreTrainedModel, files: ModelFiles)
             with gathered([tensor]):
                 if writer is not None:
                     writer.write(name, tensor.data)
-    if folder is not None and not (folder / MODEL_DIR / "tokenizer.json").exists():
-        copy_tokenizer(files.tokenizer_dir, folder / MODEL_DIR)
+    if folder is not None:
+        write_companions(folder / MODEL_DIR, files.dataset, files.block_tokens)
 
 
 def _write_optimizer(folder: Path | None, engine: Engine, trained: Mapping[str, Parameter]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lumina_ft.config.data_schema import BuildConfig
 from lumina_ft.data.codec_choice import choose_codec, choose_model_table
-from lumina_ft.data.codecs import ImageCodec
+from lumina_ft.data.codecs import CODEC_DIR, ImageCodec
 from lumina_ft.data.formats import TASKS, RawLine, detect_format, read_lines
 from lumina_ft.data.pack import plan_packs, token_use
 from lumina_ft.data.prompts import SYSTEM_PROMPTS
@@ -142,7 +142,7 @@ def _write_companions(
     copy_tokenizer(tokenizer.directory, directory / "tokenizer")
     identity = None
     if codec is not None and tally.images:
-        codec.save(directory / "codec")
+        codec.save(directory / CODEC_DIR)
         identity = {"kind": codec.kind, "identity": codec.identity}
     meta = make_meta(
         counts=tally.counts,

@@ -1,10 +1,11 @@
 """One raw row to one sample: parse, read images, tokenise, check the length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumina_ft.data.codecs import CodeGrid, ImageCodec
 from lumina_ft.data.formats import Format, ImageRef, RawConversation, RawLine, Turn, parse_row, to_conversation
@@ -83,7 +84,14 @@ class RowEncoder:
         try:
             conversation = to_conversation(parse_row(line.data), file.format, self.task)
             grids = [(path, self._read(path)) for path in image_paths(conversation, file)]
-            sample = self._sample(conversation, [grid for _, grid in grids], f"{file.label}:{line.number}")
+            sample = conversation_sample(
+                conversation,
+                [grid for _, grid in grids],
+                encode_text=self.encoder.encode,
+                system_prompts=self.system_prompts,
+                num_codebooks=self.num_codebooks,
+                source=f"{file.label}:{line.number}",
+            )
             length = sample_length(sample, block_tokens=self.block_tokens, answer_tail="eoa")
             if length > self.max_sample_tokens:
                 raise DataError(
@@ -109,25 +117,41 @@ class RowEncoder:
             raise DataError(f"image {path} — readable now, but not when the codec was fitted — build again")
         return self.codec.read(path)
 
-    def _sample(self, conversation: RawConversation, grids: Sequence[CodeGrid], source: str) -> Sample:
-        system = conversation.system
-        prompt = self.system_prompts[conversation.task] if system is None else system
-        segments = [self._text(Role.SYSTEM, 0, prompt)]
-        queue = iter(grids)
-        for number, turn in enumerate(conversation.turns):
-            for part in merged(turn):
-                if isinstance(part, str):
-                    segments.append(self._text(turn.role, number, part))
-                    continue
-                grid = next(queue)
-                empty = np.zeros(0, dtype=np.int32)
-                shape = (grid.height, grid.width)
-                segments.append(Segment(turn.role, number, Kind.IMAGE, empty, grid.codes, shape))
-        return Sample(index=UNNUMBERED, task=conversation.task, segments=tuple(segments), source=source)
 
-    def _text(self, role: Role, turn: int, text: str) -> Segment:
-        no_codes = np.zeros((0, self.num_codebooks), dtype=np.uint16)
-        return Segment(role, turn, Kind.TEXT, self.encoder.encode(text), no_codes)
+def conversation_sample(
+    conversation: RawConversation,
+    grids: Sequence[CodeGrid],
+    *,
+    encode_text: Callable[[str], NDArray[np.int32]],
+    system_prompts: Mapping[str, str],
+    num_codebooks: int,
+    source: str,
+) -> Sample:
+    """The segments of a conversation, as training and sampling both lay them out.
+
+    Args:
+        grids: codes of the conversation's images, in order.
+        encode_text: text to ids, without control ids.
+        system_prompts: per task, for conversations without a system turn.
+        num_codebooks: C.
+        source: of the sample, for messages.
+    """
+
+    def text(role: Role, turn: int, content: str) -> Segment:
+        return Segment(role, turn, Kind.TEXT, encode_text(content), np.zeros((0, num_codebooks), dtype=np.uint16))
+
+    prompt = system_prompts[conversation.task] if conversation.system is None else conversation.system
+    segments = [text(Role.SYSTEM, 0, prompt)]
+    queue = iter(grids)
+    for number, turn in enumerate(conversation.turns):
+        for part in merged(turn):
+            if isinstance(part, str):
+                segments.append(text(turn.role, number, part))
+                continue
+            grid = next(queue)
+            empty = np.zeros(0, dtype=np.int32)
+            segments.append(Segment(turn.role, number, Kind.IMAGE, empty, grid.codes, (grid.height, grid.width)))
+    return Sample(index=UNNUMBERED, task=conversation.task, segments=tuple(segments), source=source)
 
 
 def image_paths(conversation: RawConversation, file: InputFile) -> list[Path]:

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 RECIPE = "u2-demo"
 RESULT_FILE = "demo.json"
 HELDOUT_FRACTION = 0.2
-DISTORTED_COPIES = 4
-REPHRASED_COPIES = 2
+DISTORTED_COPIES = 6
+REPHRASED_COPIES = 1
 SYSTEM_PROMPTS: dict[Task, str] = {"t2i": "draw", "understand": "read"}
 """Short, because every sample repeats them."""
 

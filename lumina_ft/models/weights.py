@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from lumina_ft.data.codecs import CODEC_DIR
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import MODEL_TYPES, Layout, is_stacked_experts, split_key
 from lumina_ft.models.matching import match_checkpoint, read_native
@@ -185,7 +186,7 @@ class ModelWriter:
 
 
 def carry_files(source: Path, target: Path) -> list[str]:
-    """Copy what makes a checkpoint usable besides weights and config: code, tokenizer, templates, licences (T12).
+    """Copy what makes a checkpoint usable besides weights and config: code, tokenizer, codec, licences (T12).
 
     Returns:
         Names copied.
@@ -198,6 +199,9 @@ def carry_files(source: Path, target: Path) -> list[str]:
         if path.is_file() and wanted and not any(path.match(pattern) for pattern in _NOT_CARRIED):
             shutil.copyfile(path, target / path.name)
             names.append(path.name)
+    if (source / CODEC_DIR).is_dir():
+        shutil.copytree(source / CODEC_DIR, target / CODEC_DIR, dirs_exist_ok=True)
+        names.append(CODEC_DIR)
     return names
 
 

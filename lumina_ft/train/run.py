@@ -69,7 +69,7 @@ def train_stage(cfg: RunConfig, stage_index: int, *, resume: Path | None, run_di
     Raises:
         LuminaError: something a user can fix; see the modules.
     """
-    start = _find_start(cfg, stage_index, resume)
+    start = find_start(cfg, stage_index, resume)
     world = init_distributed(f"stage-{stage_index}", cfg.parallel.timeout_minutes)
     _make_deterministic(world)
     run = build_stage(cfg, stage_index, start, world, run_dir)
@@ -116,7 +116,8 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
     if start.inside is not None:
         check_fingerprint(start.inside, fingerprint)
         load_optimizer(start.inside, engine, trained)
-    files = ModelFiles(start.weights, _tokenizer_dir(cfg, stage_index))
+    data_cfg = cfg.stage_data(stage_index)
+    files = ModelFiles(start.weights, data_cfg.path, data_cfg.block_tokens)
     step = start.inside.state.stage_step if start.inside else 0
     run = StageRun(
         cfg=cfg,
@@ -131,7 +132,7 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
         total_steps=total_steps,
         metrics=MetricsWriter(run_dir, cfg.train.tensorboard, (plan.name, step)) if world.is_main else None,
         progress=StageProgress(plan.name, total_steps, step) if world.is_main else None,
-        save=lambda run: _save(run, run_dir, model, files, start.global_step, fingerprint),
+        save=lambda run: _save(run, run_dir, model, files, start, fingerprint),
         step=step,
         tokens=start.inside.state.tokens if start.inside else 0,
         seconds=start.inside.state.seconds if start.inside else 0.0,
@@ -174,7 +175,7 @@ def build_model(
     return model
 
 
-def _find_start(cfg: RunConfig, stage_index: int, resume: Path | None) -> Start:
+def find_start(cfg: RunConfig, stage_index: int, resume: Path | None) -> Start:
     """Where the stage starts, from the checkpoint's state.
 
     Raises:
@@ -222,11 +223,6 @@ def _open_data(cfg: RunConfig, stage_index: int, model_config: U2Config) -> tupl
     return train, held
 
 
-def _tokenizer_dir(cfg: RunConfig, stage_index: int) -> Path:
-    """The dataset's copy of its tokenizer."""
-    return cfg.stage_data(stage_index).path / "tokenizer"
-
-
 def _fingerprint(cfg: RunConfig, plan: StagePlan, total_steps: int) -> dict[str, Any]:
     """What the remaining steps of a stage depend on."""
     return {
@@ -244,11 +240,11 @@ def _save(
     run_dir: Path,
     model: U2ForDiffusion,
     files: ModelFiles,
-    steps_before: int,
+    start: Start,
     fingerprint: dict[str, Any],
 ) -> None:
     state = TrainState(
-        global_step=steps_before + run.step,
+        global_step=start.global_step + run.step,
         stage_index=run.plan.index,
         stage_name=run.plan.name,
         stage_step=run.step,
@@ -266,6 +262,7 @@ def _save(
         files=files,
         world=run.world,
         keep=run.cfg.train.keep_checkpoints,
+        spare=start.inside.path if start.inside else None,
     )
     if run.world.is_main:
         log.info("%s step %d: saved checkpoint-%d", run.plan.name, run.step, state.global_step)

@@ -17,6 +17,8 @@ from PIL import Image
 from lumina_ft.errors import DataError
 
 CODEC_FILE = "codec.json"
+CODEC_DIR = "codec"
+"""Folder of a dataset or model directory that holds its codec."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ def load_codec(directory: Path) -> ImageCodec:
     Raises:
         DataError: no codec there, unknown kind, or damaged.
     """
-    if not (directory / CODEC_FILE).is_file() and (directory / "codec" / CODEC_FILE).is_file():
-        directory = directory / "codec"
+    if not (directory / CODEC_FILE).is_file() and (directory / CODEC_DIR / CODEC_FILE).is_file():
+        directory = directory / CODEC_DIR
     path = directory / CODEC_FILE
     try:
         header = json.loads(path.read_text(encoding="utf-8"))

@@ -79,6 +79,14 @@ def test_rotation_keeps_stage_ends_and_the_newest_inside_stages(tmp_path):
     assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [10, 13, 16]
 
 
+def test_rotation_spares_the_checkpoint_that_a_run_was_resumed_from(tmp_path):
+    write(tmp_path, state(3, 3), state(6, 6), state(8, 8))
+    rotate(tmp_path, keep=1, spare=checkpoints_dir(tmp_path) / "checkpoint-3")
+    assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [3, 8]
+    rotate(tmp_path, keep=1)
+    assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [8]
+
+
 def test_stage_end_is_found_by_stage(tmp_path):
     write(tmp_path, state(6, 6), state(10, 10), state(16, 6, 1))
     end = stage_end(tmp_path, 0)

@@ -1,6 +1,7 @@
 """`lumina-ft sample`: finding the model of a run, building prompts as training does, writing pictures."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+from lumina_ft.checkpoint.companions import write_companions
 from lumina_ft.checkpoint.directory import Checkpoint, TrainState, new_checkpoint
+from lumina_ft.checkpoint.export import convert
 from lumina_ft.config.data_schema import BuildConfig
-from lumina_ft.config.load import load_run
-from lumina_ft.config.yaml_file import dump_yaml
 from lumina_ft.data.build import build
 from lumina_ft.data.layout import layout_sample
+from lumina_ft.data.prompts import SYSTEM_PROMPTS
 from lumina_ft.data.shards import open_dataset
-from lumina_ft.data.token_spec import DEMO_TOKENIZER
-from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.errors import CheckpointError, ConfigError, DataError
 from lumina_ft.generate.prompt import Prompt
 from lumina_ft.models.weights import save_model
@@ -52,10 +52,10 @@ def state(step: int) -> TrainState:
     return TrainState(step, 0, "only", step, 100, step, 0.0, 0, {})
 
 
-def write_checkpoint(run: Path, step: int, tiny) -> Checkpoint:
+def write_checkpoint(run: Path, step: int, tiny, dataset: Path) -> Checkpoint:
     with new_checkpoint(run, state(step)) as folder:
         save_model(tiny.model, folder / "model")
-        copy_tokenizer(DEMO_TOKENIZER, folder / "model")
+        write_companions(folder / "model", dataset, block_tokens=4)
     return Checkpoint(run / "checkpoints" / f"checkpoint-{step}", state(step))
 
 
@@ -64,16 +64,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny, dataset: Path) -> Path:
     """A run directory with a newest complete checkpoint and a later unfinished one."""
     directory = tmp_path_factory.mktemp("run")
     for step in (9, 10):
-        write_checkpoint(directory, step, tiny)
+        write_checkpoint(directory, step, tiny, dataset)
     (directory / "checkpoints" / "checkpoint-11" / "model").mkdir(parents=True)
-    text = f"""
-output_dir: {directory}
-model: {{config: u2-tiny, random_init: true, tokenizer: demo}}
-data: {{path: {dataset}, block_tokens: 4}}
-stages: [{{name: only, steps: 100}}]
-"""
-    (directory / "in.yaml").write_text(text)
-    dump_yaml(load_run(directory / "in.yaml", []), directory / "run.yaml")
     return directory
 
 
@@ -84,8 +76,7 @@ def sampler(run: Path) -> Sampler:
 
 def test_a_run_stands_for_its_newest_complete_checkpoint(run: Path):
     newest = run / "checkpoints" / "checkpoint-10" / "model"
-    assert locate_model(run) == locate_model(newest.parent) == locate_model(newest)
-    assert locate_model(newest).model_dir == newest and locate_model(newest).run_dir == run
+    assert locate_model(run) == locate_model(newest.parent) == locate_model(newest) == newest
 
 
 def test_places_without_a_model_are_refused(tmp_path: Path):
@@ -96,7 +87,7 @@ def test_places_without_a_model_are_refused(tmp_path: Path):
         locate_model(tmp_path)
 
 
-def test_settings_of_the_run_and_its_dataset_are_used(sampler: Sampler):
+def test_settings_of_the_training_data_are_used(sampler: Sampler):
     assert sampler.block_tokens == 4 and sampler.system_prompts["t2i"] == SYSTEM
     assert sampler.codec is not None and sampler.codec.kind == "pq"
 
@@ -203,17 +194,32 @@ def test_options_that_do_not_go_together(run: Path, options, message):
         run_sample(run, prompt="x", **options)
 
 
-def test_a_model_outside_a_run_needs_the_dataset_for_images(run: Path, dataset: Path, tmp_path: Path):
+def test_a_converted_model_samples_without_its_run(run: Path, sampler: Sampler, tmp_path: Path):
+    convert(run / "checkpoints" / "checkpoint-10" / "model", tmp_path / "split", "split")
+    moved = load_sampler(tmp_path / "split", device="cpu")
+    assert moved.codec is not None and moved.codec.identity == sampler.codec.identity
+    assert (moved.system_prompts, moved.block_tokens) == (sampler.system_prompts, sampler.block_tokens)
+
+
+def test_a_model_without_a_codec_needs_the_dataset_for_images(run: Path, dataset: Path, tmp_path: Path):
     model = tmp_path / "exported"
-    source = run / "checkpoints" / "checkpoint-10" / "model"
-    model.mkdir()
-    for path in source.iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(run / "checkpoints" / "checkpoint-10" / "model", model)
+    shutil.rmtree(model / "codec")
+    (model / "sampling.json").unlink()
     bare = load_sampler(model, device="cpu")
-    assert bare.codec is None
+    assert bare.codec is None and bare.system_prompts == SYSTEM_PROMPTS and bare.block_tokens == 32
     with pytest.raises(ConfigError, match="no codec found"):
         bare.images(["draw a"], (2, 2))
-    assert load_sampler(model, data=dataset, device="cpu").codec is not None
+    given = load_sampler(model, data=dataset, device="cpu")
+    assert given.codec is not None and given.system_prompts["t2i"] == SYSTEM
+
+
+def test_damaged_settings_are_refused(run: Path, tmp_path: Path):
+    model = tmp_path / "exported"
+    shutil.copytree(run / "checkpoints" / "checkpoint-10" / "model", model)
+    (model / "sampling.json").write_text('{"block_tokens": 4}')
+    with pytest.raises(CheckpointError, match=r"sampling\.json .* must hold system_prompts"):
+        load_sampler(model, device="cpu")
 
 
 def test_codec_of_another_size_is_refused(run: Path, dataset: Path, tmp_path: Path):
