@@ -4,6 +4,7 @@ import json
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -89,8 +90,19 @@ def main() -> None:
             end_rank(exit_code(error))
     except Interrupted as stopped:
         _fail(str(stopped), "Interrupted", stopped.exit_code)
+    except SystemExit as stopped:
+        # Typer has shown a wrong option or argument on stderr and left its error as the context.
+        message = getattr(stopped.__context__, "format_message", None)
+        if message is not None:
+            _print_json_error(" ".join(message().split()), "UsageError", 2)
+        raise
     except Exception as error:
+        from lumina_ft.launch.foreign import end_rank, is_foreign
+
         _print_json_error(str(error), type(error).__name__, 1)
+        if is_foreign():
+            traceback.print_exc()
+            end_rank(1)
         raise
 
 
@@ -154,7 +166,8 @@ def sft(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in output_dir first.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check keys, paths and data sets, print the plan, start nothing."),
     ] = False,
     as_json: Json = False,
 ) -> None:

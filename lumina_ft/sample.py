@@ -4,6 +4,7 @@ A run directory stands for its newest complete checkpoint. Prompts go through th
 that training used; images come back through the codec that made the training codes.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from lumina_ft.checkpoint.companions import SamplingSettings, read_settings
 from lumina_ft.checkpoint.directory import MARKER, MODEL_DIR, checkpoints_dir, newest_checkpoint
 from lumina_ft.data.codecs import CODEC_DIR, CodeGrid, ImageCodec, load_codec
 from lumina_ft.data.codecs.pq import PqCodec
-from lumina_ft.data.formats import to_conversation
+from lumina_ft.data.formats import PLACEHOLDER, to_conversation
 from lumina_ft.data.layout import layout_prefix
 from lumina_ft.data.prompts import SYSTEM_PROMPTS
 from lumina_ft.data.rows import conversation_sample
@@ -70,7 +71,7 @@ class Sampler:
         model: in eval mode.
         tokenizer: of the model.
         spec: ids of the model.
-        codec: of the training images; None where none was found.
+        codec: of the training images; None where none was found, and for a text-only model.
         codec_places: where a codec was looked for, for the message.
         system_prompts: per task, as the training data had them.
         block_tokens: L of training.
@@ -148,19 +149,22 @@ class Sampler:
 
         Raises:
             ConfigError: a text-only model, a missing grid, or a setting out of range.
-            DataError: an empty prompt.
+            DataError: a prompt that is empty or holds `<image>`.
         """
-        if not self.model.config.has_image:
-            raise ConfigError("task=t2i — the model has no image parts — num_codebooks is null — use a U2 checkpoint")
+        self._need_image_parts()
         height, width = self._grid(grid)
         rows = []
         for number, prompt in enumerate(prompts):
+            if PLACEHOLDER in prompt:
+                raise DataError(
+                    f"prompt {number} — holds {PLACEHOLDER} — task=t2i takes no image in its prompt — remove it"
+                )
             row = {"prompt": prompt, "image": "0"}
             cond, uncond = (self._prefix(number, row, (), uncondition=u) for u in (False, True))
             rows.append(ImagePrompt(*(begin_image_answer(p, self.spec, height, width) for p in (cond, uncond))))
         settings = ImageSettings(rounds=rounds, guidance=guidance, temperature=temperature)
         generators = sample_generators(seed, len(rows))
-        codes = decode_images(self.model, rows, spec=self.spec, settings=settings, generators=generators)
+        codes = decode_images(self.model, rows, spec=self._drawn(), settings=settings, generators=generators)
         return [c.numpy() for c in codes]
 
     def images(
@@ -179,13 +183,28 @@ class Sampler:
             ConfigError: also when no codec was found, or it can't decode.
         """
         codec = self._need_codec()
+        # Before the work is done: a codec may have no decoder.
+        codec.decode(np.zeros((1, codec.num_codebooks), np.int64), 1, 1)
         height, width = self._grid(grid)
         codes = self.image_codes(
             prompts, (height, width), seed=seed, temperature=temperature, guidance=guidance, rounds=rounds
         )
         return [codec.decode(c, height, width) for c in codes]
 
+    def _drawn(self) -> TokenSpec:
+        """Ids with as many codes as the codec has: the model may have room for more, which no training row used."""
+        if self.codec is None:
+            return self.spec
+        return replace(self.spec, media=replace(self.spec.media, codebook_size=self.codec.codes_per_codebook))
+
+    def _need_image_parts(self) -> None:
+        if not self.model.config.has_image:
+            raise ConfigError(
+                "model — has no image parts, num_codebooks is null — images need them — use a U2 checkpoint"
+            )
+
     def _need_codec(self) -> ImageCodec:
+        self._need_image_parts()
         if self.codec is None:
             places = ", ".join(str(p) for p in self.codec_places)
             raise ConfigError(
@@ -253,19 +272,32 @@ def load_sampler(
     if data is not None:
         prompts = prompts | read_meta(data).system_prompts
     places = (model_dir / CODEC_DIR,) if data is None else (data / CODEC_DIR, model_dir / CODEC_DIR)
-    codec = next((load_codec(p) for p in places if p.is_dir()), None)
-    if codec is not None:
-        _check_codec(codec, spec, places)
+    codec = _find_codec(places, spec) if model.config.has_image else None
     return Sampler(model, tokenizer, spec, codec, places, prompts, settings.block_tokens)
 
 
-def _check_codec(codec: ImageCodec, spec: TokenSpec, places: tuple[Path, ...]) -> None:
-    if (codec.num_codebooks, codec.codes_per_codebook) != (spec.num_codebooks, spec.media.codebook_size):
+def _find_codec(places: tuple[Path, ...], spec: TokenSpec) -> ImageCodec | None:
+    """The codec of the first place that has one, after a check that it is the model's.
+
+    Raises:
+        DataError: it has other codebooks or more codes than the model, or two places hold different codecs.
+    """
+    found = [(place, load_codec(place)) for place in places if place.is_dir()]
+    if not found:
+        return None
+    place, codec = found[0]
+    if codec.num_codebooks != spec.num_codebooks or codec.codes_per_codebook > spec.media.codebook_size:
         raise DataError(
-            f"codec {next(p for p in places if p.is_dir())} — {codec.num_codebooks} codebooks of "
-            f"{codec.codes_per_codebook} codes — the model has {spec.num_codebooks} of {spec.media.codebook_size} — "
-            "use the codec of the training data"
+            f"codec {place} — {codec.num_codebooks} codebooks of {codec.codes_per_codebook} codes — the model has "
+            f"{spec.num_codebooks} of {spec.media.codebook_size} — use the codec of the training data"
         )
+    for other_place, other in found[1:]:
+        if other.identity != codec.identity:
+            raise DataError(
+                f"codec {place} — is not the one in {other_place}, which the model was trained with — equal codes "
+                "would mean other pixels — leave out --data, or pass the training data"
+            )
+    return codec
 
 
 def run_sample(
@@ -336,16 +368,31 @@ def _check_options(task: Task, images: Sequence[Path], output: Path | None, num_
         )
     if task == "t2i" and (output is None or output.suffix.lower() != ".png"):
         raise ConfigError(f"output — {output} — t2i writes a PNG — pass a path ending in .png")
+    if output is not None:
+        _check_writable(output)
     if task != "t2i" and output is not None:
         raise ConfigError(f"output — {output} — answers of task={task} are printed — leave it out")
     if num_images < 1 or (task != "t2i" and num_images > 1):
         raise ConfigError(f"num_images — {num_images} — must be at least 1, and 1 unless task=t2i — fix it")
 
 
+def _check_writable(output: Path) -> None:
+    """Find out before the work is done that it can't be saved."""
+    parents = output.absolute().parents
+    nearest_existing = next(parent for parent in parents if parent.exists())
+    if output.is_dir():
+        raise ConfigError(f"output — {output} — is a directory — t2i writes a file — pass another path")
+    if not nearest_existing.is_dir() or not os.access(nearest_existing, os.W_OK):
+        raise ConfigError(f"output — {output} — {nearest_existing} — must be a writable directory — pass another path")
+
+
 def _write_images(pictures: Sequence[Image.Image], output: Path) -> list[Path]:
-    output.parent.mkdir(parents=True, exist_ok=True)
     single = len(pictures) == 1
     paths = [output if single else output.with_stem(f"{output.stem}-{i}") for i in range(len(pictures))]
-    for path, picture in zip(paths, pictures, strict=True):
-        picture.save(path, format="PNG")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for path, picture in zip(paths, pictures, strict=True):
+            picture.save(path, format="PNG")
+    except OSError as exc:
+        raise ConfigError(f"output — {output} — {exc.strerror} — must be writable — pass another path") from exc
     return paths

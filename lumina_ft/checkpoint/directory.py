@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lumina_ft.errors import CheckpointError
+from lumina_ft.errors import CheckpointError, RunError
 
 MARKER = "COMPLETE"
 MODEL_DIR = "model"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
+_ASIDE = ".tmp-"
+"""Before the name of a checkpoint that is being written or deleted."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +116,22 @@ def read_state(path: Path) -> TrainState:
 def new_checkpoint(run_dir: Path, state: TrainState) -> Iterator[Path]:
     """A folder to fill. On success it becomes `checkpoint-N` at once and complete; on failure it is removed.
 
-    For one process. Everything that is in the folder when the block ends is flushed to disk before the marker is.
+    For one process. Everything that is in the folder when the block ends is flushed to disk before the marker is. What
+    an interrupted process has left unfinished, hundreds of GB for a large model, is deleted first.
 
     Raises:
         CheckpointError: a complete checkpoint of that step exists; it belongs to another run.
+        RunError: the disk is full or can't be written.
     """
     folder = checkpoints_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"checkpoint-{state.global_step}"
-    aside = folder / f".tmp-checkpoint-{state.global_step}"
+    aside = folder / f"{_ASIDE}{final.name}"
     if (final / MARKER).exists():
         raise CheckpointError(
             f"{final} — exists — a run writes each step once — resume that run, or choose another output_dir"
         )
-    for leftover in (aside, final):
+    for leftover in (*folder.glob(f"{_ASIDE}*"), final):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir()
     try:
@@ -140,22 +144,28 @@ def new_checkpoint(run_dir: Path, state: TrainState) -> Iterator[Path]:
         _flush(aside)
         aside.rename(final)
         _flush(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(
+                f"{final} — {error.strerror or error} — the checkpoint must be written whole; nothing of it is kept — "
+                "make room, then continue from the one before with --resume"
+            ) from error
         raise
 
 
 def rotate(run_dir: Path, keep: int, spare: Path | None = None) -> None:
     """Delete all but the newest `keep` checkpoints inside stages; stage ends stay, and so does `spare`.
 
-    The marker goes first, so that an interrupted deletion leaves an unfinished directory, never a damaged checkpoint.
+    The name goes first: an interrupted deletion leaves what `new_checkpoint` clears, never a damaged checkpoint.
     """
     inside = [c for c in complete_checkpoints(run_dir) if not c.state.stage_finished]
     for old in inside[: max(0, len(inside) - keep)]:
         if spare is not None and old.path.samefile(spare):
             continue
-        (old.path / MARKER).unlink()
-        shutil.rmtree(old.path)
+        doomed = old.path.with_name(f"{_ASIDE}{old.path.name}")
+        old.path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _flush(path: Path) -> None:

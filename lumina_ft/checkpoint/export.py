@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lumina_ft.errors import CheckpointError
+from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK, Layout
 from lumina_ft.models.matching import Match, match_checkpoint, read_native
 from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, TensorSpec
@@ -55,7 +55,8 @@ def convert(
 
     Raises:
         CheckpointError: see `match_checkpoint`; or the output exists.
-        ConfigError: config.json describes a model that isn't supported, or an unknown layout.
+        ConfigError: config.json describes a model that isn't supported, an unknown layout, or the output can't be
+            created.
     """
     source, output = Path(source), Path(output)
     config_json = read_config_json(source)
@@ -71,6 +72,12 @@ def convert(
             if config.has_image and CHANNEL_MASK not in specs:
                 # The published code leaves this buffer uninitialised when a checkpoint doesn't hold it.
                 specs[CHANNEL_MASK] = TensorSpec((config.id_columns, config.id_columns), torch.bfloat16)
+            try:
+                partial.mkdir(parents=True)
+            except OSError as exc:
+                raise ConfigError(
+                    f"output — {output} — {exc.strerror} — must be writable — choose another directory"
+                ) from exc
             with ModelWriter(
                 partial,
                 specs,

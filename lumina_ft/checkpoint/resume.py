@@ -1,7 +1,7 @@
 """Continuing a stage from a checkpoint: what must agree, and the optimizer's state into a fresh engine.
 
 Weights are loaded like any model's, from the checkpoint's `model/`. With the same number of ranks the continued run is
-identical bit for bit; with another one only the order of additions differs.
+identical bit for bit where kernels are deterministic (on the CPU); with another one the order of additions differs.
 """
 
 from collections.abc import Mapping

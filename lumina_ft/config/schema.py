@@ -44,6 +44,7 @@ def _number(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, BeforeValidator(_number), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0)]
 
@@ -118,7 +119,7 @@ class DataConfig(Section):
     """Built dataset directory."""
     eval_path: Path | None = None
     """Built dataset for the held-out loss; overrides `eval_fraction`."""
-    eval_fraction: Annotated[float, BeforeValidator(_number), Field(ge=0.0, lt=1.0)] = 0.0
+    eval_fraction: BelowOne = 0.0
     """Share of samples held out by a hash of their id, the same for every stage and world size."""
     max_pack_tokens: Count = 8192
     """S: every pack has at most this many tokens; a longer sample is an error."""
@@ -142,7 +143,7 @@ class OptimConfig(Section):
 
     lr: Positive = 1e-5
     """Peak learning rate of a stage that names none."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to AdamW's denominator."""
@@ -163,8 +164,8 @@ class OptimConfig(Section):
 class StageConfig(Section):
     """One stage: what is trained, how fast, how long, on which data."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
-    """Name in metrics, pictures and overrides; letters, digits and `_.-`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Name in metrics, pictures and overrides; letters, digits, `_`, and after the first character `.-`."""
     train: tuple[str, ...] = ("all",)
     """Parameter groups or aliases to train."""
     freeze: tuple[str, ...] = ()
@@ -199,6 +200,12 @@ class LossConfig(Section):
     balance: NonNegative = 0.01
     """Load balancing E * sum(f_i * P_i), averaged over MoE layers (T5)."""
 
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> "LossConfig":
+        if self.text == 0 and self.image == 0:
+            raise ValueError("loss.text=0 and loss.image=0 leave nothing to train on; give one of them a weight")
+        return self
+
 
 class TrainConfig(Section):
     packs_per_step: Count = 8
@@ -227,10 +234,10 @@ class ParallelConfig(Section):
     zero: str = "zero2"
     """`zero0`…`zero3` (ds_configs/), or the path of a DeepSpeed JSON file."""
     threads_per_rank: CountOrZero = 0
-    """CPU threads of a rank; 0: cores divided by ranks on CPU, torch's default on GPU."""
-    timeout_minutes: Positive = 30.0
+    """CPU threads of a rank; 0: this machine's cores divided by its ranks."""
+    timeout_minutes: Annotated[Positive, Field(le=525_600)] = 30.0
     """Limit of one collective."""
-    master_port: CountOrZero = 0
+    master_port: Annotated[CountOrZero, Field(le=65_535)] = 0
     """0 takes a free port."""
 
 
@@ -241,7 +248,7 @@ class RunConfig(Section):
     """Model family."""
     output_dir: Path
     """Run directory: metrics, checkpoints, pictures, log."""
-    seed: CountOrZero = 0
+    seed: Annotated[CountOrZero, Field(le=2**63)] = 0
     """Drives order, noise, condition drops and random weights."""
     model: ModelConfig
     data: DataConfig

@@ -228,11 +228,14 @@ def _encode_chunk(chunk: list[Work]) -> list[RowResult]:
 
 def _quarantine(path: Path, line: RawLine, result: RowResult) -> None:
     entry = {"source": result.source, "reason": result.reason, "row": line.data.decode("utf-8", errors="replace")}
-    with path.open("a", encoding="utf-8") as stream:
+    # A path in the reason may hold a lone surrogate, which JSON spells as the same escape.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def _input_files(cfg: BuildConfig) -> list[InputFile]:
+    if cfg.media_dir is not None and not cfg.media_dir.is_dir():
+        raise ConfigError(f"media_dir={cfg.media_dir} — no such directory — image paths start there — fix the path")
     # Stored sources are relative, so that a dataset doesn't depend on where its input lay.
     common = Path(os.path.commonpath([path.absolute().parent for path in cfg.input]))
     files = []

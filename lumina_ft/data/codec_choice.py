@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from lumina_ft.config.data_schema import BuildConfig, CodecConfig
-from lumina_ft.data.codecs import ImageCodec, load_codec
+from lumina_ft.data.codecs import MAX_CODES, ImageCodec, load_codec
 from lumina_ft.data.formats import parse_row, read_lines, to_conversation
 from lumina_ft.data.images import open_image
 from lumina_ft.data.rows import InputFile, image_paths
@@ -26,9 +26,20 @@ def choose_model_table(config: BuildConfig) -> ModelTable:
     """Ids and sizes that the rows must fit: the named model config, the tokenizer directory's, or the demo's.
 
     Raises:
-        ConfigError: none of them exists, or an id table is wrong.
+        ConfigError: none of them exists, an id table is wrong, or codes don't fit the stored dtype.
         DataError: `codec.path` holds no codec.
     """
+    table = _model_table(config)
+    codes = table.spec.media.codebook_size
+    if codes > MAX_CODES:
+        raise ConfigError(
+            f"codec.codes_per_codebook — {codes} codes in {table.source} — must be at most {MAX_CODES}, which is what "
+            "16 bits hold — lower it"
+        )
+    return table
+
+
+def _model_table(config: BuildConfig) -> ModelTable:
     if config.model_config_file is not None:
         return read_model_table(config.model_config_file)
     if config.tokenizer != "demo":
@@ -69,7 +80,10 @@ def choose_codec(config: BuildConfig, table: ModelTable, files: Iterable[InputFi
         return None
     books, codes = table.spec.num_codebooks, table.spec.media.codebook_size
     if codec.num_codebooks != books:
-        raise ConfigError(f"codec.num_codebooks — {codec.num_codebooks} — the model in {table.source} has {books}")
+        raise ConfigError(
+            f"codec.num_codebooks — {codec.num_codebooks} — the model in {table.source} has {books} — set it to that; "
+            "a text-only model takes no rows with images"
+        )
     if codec.codes_per_codebook > codes:
         raise ConfigError(
             f"codec.codes_per_codebook — {codec.codes_per_codebook} — the model in {table.source} has {codes} codes — "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lumina_ft.errors import DataError
+from lumina_ft.errors import ConfigError, DataError
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -76,9 +76,14 @@ def write_digits(output: Path, *, heldout_fraction: float = 0.2, seed: int = 0) 
 
     Raises:
         DataError: `output` exists and isn't an empty directory.
+        ConfigError: `output` can't be created.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"output={output} — exists and is not empty — digits are never overwritten — remove it first")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"output={output} — {exc.strerror} — must be writable — choose another directory") from exc
     images, labels = load_digits()
     heldout = split_digits(labels, heldout_fraction=heldout_fraction, seed=seed)
     rng = np.random.default_rng([seed, 1])

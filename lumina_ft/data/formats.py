@@ -226,6 +226,8 @@ def _pair_messages(row: dict[str, Any], task: str, images: list[str]) -> list[An
         response = PLACEHOLDER
     elif response is None:
         raise DataError("field 'response' — missing — must be a string; only a t2i row with an image needs none")
+    else:
+        response = _typed(row, "response", str, "a string")
     return [*messages, {"role": "assistant", "content": response}]
 
 

@@ -28,13 +28,14 @@ def open_image(path: Path, channels: Literal["gray", "rgb"]) -> tuple[Image.Imag
     check_file(path, "image")
     try:
         image, repaired = _decode(path)
+        image = ImageOps.exif_transpose(image)
     except UnidentifiedImageError as exc:
         raise DataError(f"image {path} — {_looks_like(path)} — must be an image file — replace it") from exc
     except Image.DecompressionBombError as exc:
         raise DataError(f"image {path} — {exc} — must be a reasonable size — shrink it") from exc
-    except (OSError, SyntaxError, ValueError, EOFError) as exc:
-        raise DataError(f"image {path} — {exc} — must be an undamaged image file — replace it") from exc
-    return _to_mode(ImageOps.exif_transpose(image), path, "L" if channels == "gray" else "RGB"), repaired
+    except Exception as exc:  # Pillow's format plugins raise many kinds on damaged files
+        raise DataError(f"image {path} — {_reason(exc)} — must be an undamaged image file — replace it") from exc
+    return _to_mode(image, path, "L" if channels == "gray" else "RGB"), repaired
 
 
 def check_file(path: Path, what: str) -> None:
@@ -71,6 +72,10 @@ def _decode(path: Path) -> tuple[Image.Image, bool]:
             return image, True
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _reason(exc: Exception) -> str:
+    return f"damaged: {' '.join(str(exc).split()) or type(exc).__name__}"
 
 
 def _is_jpeg(path: Path) -> bool:

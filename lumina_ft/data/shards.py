@@ -228,11 +228,14 @@ def read_meta(directory: Path) -> DatasetMeta:
     lacking = [field.name for field in fields(DatasetMeta) if field.name not in raw]
     if lacking:
         raise DataError(f"{path} — lacks {', '.join(lacking)} — the dataset is damaged — build it again")
-    spec = TokenSpec(
-        text=TextIds(**raw["spec"]["text"]),
-        media=MediaIds(**raw["spec"]["media"]),
-        num_codebooks=raw["spec"]["num_codebooks"],
-    )
+    try:
+        spec = TokenSpec(
+            text=TextIds(**raw["spec"]["text"]),
+            media=MediaIds(**raw["spec"]["media"]),
+            num_codebooks=raw["spec"]["num_codebooks"],
+        )
+    except (KeyError, TypeError) as exc:
+        raise DataError(f"{path}: spec — {exc} — the dataset is damaged — build it again") from exc
     values = {field.name: raw[field.name] for field in fields(DatasetMeta)}
     return DatasetMeta(**values | {"spec": spec, "tasks": tuple(raw["tasks"]), "shards": tuple(raw["shards"])})
 

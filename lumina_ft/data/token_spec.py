@@ -161,4 +161,16 @@ def _ids(config: dict[str, Any], key: str, table: type[IdTable], published: IdTa
     missing = [name for name in names if name not in given]
     if missing:
         raise ConfigError(f"{source}: {key} — lacks {', '.join(missing)} — every field is needed; add them")
+    _check_distinct(given, key, source)
     return table(**given)
+
+
+def _check_distinct(ids: dict[str, int], key: str, source: str) -> None:
+    """Two names for one id would make different rows look the same; only padding may share the id of an end token."""
+    owners: dict[int, str] = {}
+    for name, value in ids.items():
+        if name in ("pad", "codebook_size"):
+            continue
+        if value in owners:
+            raise ConfigError(f"{source}: {key}.{name} — {value} — is {key}.{owners[value]} too; give each its own id")
+        owners[value] = name

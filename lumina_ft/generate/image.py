@@ -73,6 +73,9 @@ class ImageSettings:
         for name in ("rounds", "max_pack_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} — {getattr(self, name)} — must be at least 1 — use a positive number")
+        for name in ("guidance", "guidance_text", "guidance_image"):
+            if not math.isfinite(getattr(self, name) or 0):
+                raise ConfigError(f"{name} — {getattr(self, name)} — must be finite — use a number such as 3")
         if (self.guidance_text is None) != (self.guidance_image is None):
             raise ConfigError(
                 f"guidance_text={self.guidance_text}, guidance_image={self.guidance_image} — only one is set — "
@@ -104,7 +107,7 @@ def decode_images(
     Args:
         model: in eval mode.
         prompts: grids may differ in size.
-        spec: ids of the model.
+        spec: ids of the model; codes are drawn below its `media.codebook_size`, which may be less than the head has.
         settings: see `ImageSettings`.
         generators: one per sample (CPU), needed at temperature > 0.
 
@@ -234,7 +237,7 @@ def _decode_chunk(
     for step in range(settings.rounds):
         hidden = model(**inputs).hidden
         states = _guide({name: hidden[rows[masked]] for name, rows in grid.rows.items()}, settings)
-        codes, scores = _sample_codes(model, states, grid.sample[masked], spec.num_codebooks, settings, generators)
+        codes, scores = _sample_codes(model, states, grid.sample[masked], spec, settings, generators)
         keep = _keep_masked(start_counts, step, settings.rounds)
         again = _lowest(scores, grid.sample[masked], keep)
         codes[again] = spec.media.mask
@@ -294,11 +297,11 @@ def _sample_codes(
     model: DiffusionModel,
     states: Tensor,
     sample: Tensor,
-    num_codebooks: int,
+    spec: TokenSpec,
     settings: ImageSettings,
     generators: list[torch.Generator] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of all masked positions, codebook after codebook.
+    """Codes of all masked positions, codebook after codebook; only those below `spec.media.codebook_size`.
 
     Args:
         states: [M, H]. sample: [M], ascending.
@@ -310,8 +313,8 @@ def _sample_codes(
     probability = torch.zeros(len(states), device=states.device)
     temperature = settings.temperature
     counts = torch.bincount(sample, minlength=0 if generators is None else len(generators)).tolist()
-    for _ in range(num_codebooks):
-        logits = model.image_step(states, codes).float()
+    for _ in range(spec.num_codebooks):
+        logits = model.image_step(states, codes)[:, : spec.media.codebook_size].float()
         scores = logits
         if temperature > 0:
             assert generators is not None
@@ -320,7 +323,7 @@ def _sample_codes(
         chosen = scores.argmax(1, keepdim=True)
         probability += logits.softmax(1).gather(1, chosen)[:, 0]
         codes = torch.cat([codes, chosen], dim=1)
-    certainty = (probability / num_codebooks).log()
+    certainty = (probability / spec.num_codebooks).log()
     if temperature > 0:
         assert generators is not None
         certainty = certainty + temperature * _gumbel(generators, counts, 1)[:, 0].to(certainty.device)

@@ -3,6 +3,7 @@
 Shape legend: P rows of a prompt, C codebooks, T rows of a pack.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -208,10 +209,12 @@ def check_generators(temperature: float, count: int, generators: Sequence[torch.
     """Sampling needs one generator per sample.
 
     Raises:
-        ConfigError: negative temperature, or generators missing or of another number.
+        ConfigError: a temperature that is negative or not finite, or generators missing or of another number.
     """
-    if temperature < 0:
-        raise ConfigError(f"temperature — {temperature} — must be at least 0 — use 0 for the most likely tokens")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(
+            f"temperature — {temperature} — must be at least 0 and finite — use 0 for the most likely tokens"
+        )
     given = 0 if generators is None else len(generators)
     if temperature > 0 and given != count:
         raise ConfigError(

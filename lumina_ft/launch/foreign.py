@@ -11,12 +11,13 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
 from lumina_ft.launch.checks import check_run
 from lumina_ft.launch.rank import execute_stage
 from lumina_ft.launch.resume import ResumePoint, after_stage, resume_point
-from lumina_ft.launch.run_dir import LOG_FILE, prepare_run_dir
+from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, prepare_run_dir
 from lumina_ft.launch.summary import run_summary
 
 STAGE_ENV = "LUMINA_FT_FOREIGN_STAGE"
@@ -68,10 +69,12 @@ def run_foreign(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, A
         LuminaError: the config or the stage failed. Every rank raises; see `wait_for_main_rank`.
     """
     start = float(os.environ.setdefault(START_ENV, str(time.time())))
-    cfg = with_world_size(cfg)
     if STAGE_ENV in os.environ:
+        # The user may have edited the config file since the run began.
+        cfg = with_world_size(load_run(cfg.output_dir / RUN_FILE, []))
         point = after_stage(cfg.output_dir, int(os.environ[STAGE_ENV]) - 1)
     else:
+        cfg = with_world_size(cfg)
         point = _first_point(cfg, resume=resume, overwrite=overwrite)
     if point.stage_index < len(cfg.stages):
         # The launcher owns our output, so rank 0 keeps its own log.

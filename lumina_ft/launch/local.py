@@ -24,7 +24,16 @@ from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, RunLog, prepare_run_dir
 from lumina_ft.launch.summary import run_summary
 from lumina_ft.monitor.progress import FORCE_BAR_ENV, duration
 
-_LAUNCHER_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_ENV = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def run_local(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
@@ -97,10 +106,9 @@ def rank_environment(cfg: RunConfig) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     if not has_gpu():
         env["DS_ACCELERATOR"] = "cpu"
-    if cfg.parallel.threads_per_rank:
-        env["OMP_NUM_THREADS"] = str(cfg.parallel.threads_per_rank)
-    elif not has_gpu():
-        env["OMP_NUM_THREADS"] = str(max(1, cpu_cores() // cfg.parallel.ranks))
+    # Left unset, torchrun would give each rank one thread, and say so at length.
+    threads = cfg.parallel.threads_per_rank or max(1, cpu_cores() // cfg.parallel.ranks)
+    env["OMP_NUM_THREADS"] = str(threads)
     if sys.stderr.isatty():
         env[FORCE_BAR_ENV] = str(shutil.get_terminal_size().columns)
     return env

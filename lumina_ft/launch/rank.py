@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
-from lumina_ft.errors import ConfigError, LuminaError
+from lumina_ft.errors import ConfigError, LuminaError, RunError
 from lumina_ft.launch.checks import cpu_cores
 from lumina_ft.launch.failures import EXIT_BUG, exit_code, write_failure
 from lumina_ft.launch.lifeline import die_with_parent
@@ -52,12 +52,24 @@ def execute_stage(
     Args:
         resume: checkpoint to start from: the end of the previous stage, or one inside this stage.
         log_file: where log messages go besides stderr; None when a parent process copies stderr.
+
+    Raises:
+        LuminaError: the stage failed, out of GPU memory among others.
     """
     _configure_logging(log_file)
     _configure_devices(cfg)
+    import torch
+
     from lumina_ft.train.run import train_stage
 
-    train_stage(cfg, stage_index, resume=resume, run_dir=run_dir)
+    try:
+        train_stage(cfg, stage_index, resume=resume, run_dir=run_dir)
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"rank {os.environ.get('RANK', '0')} — stage {cfg.stages[stage_index].name!r} — "
+            f"{' '.join(str(error).split())} — weights, optimizer state and the activations of one pack must fit — "
+            "lower data.max_pack_tokens, train fewer groups, or use parallel.zero=zero3 with more GPUs"
+        ) from error
 
 
 def _configure_logging(log_file: Path | None) -> None:
@@ -81,7 +93,7 @@ def _configure_devices(cfg: RunConfig) -> None:
     """
     import torch
 
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+    local_ranks = _local_ranks()
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < local_ranks:
         raise ConfigError(
@@ -92,8 +104,14 @@ def _configure_devices(cfg: RunConfig) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
     if cfg.parallel.threads_per_rank:
         torch.set_num_threads(cfg.parallel.threads_per_rank)
-    elif not on_gpu:
+    else:
         torch.set_num_threads(max(1, cpu_cores() // local_ranks))
+
+
+def _local_ranks() -> int:
+    """Ranks on this machine: torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 1)
 
 
 if __name__ == "__main__":

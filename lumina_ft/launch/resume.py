@@ -10,10 +10,17 @@ from lumina_ft.monitor.metrics import METRICS_FILE, cut_after
 
 
 class ResumePoint(NamedTuple):
-    """The stage to run next and the checkpoint it starts from (None: from `model`)."""
+    """Where a run continues.
+
+    Attributes:
+        stage_index: the stage to run next.
+        checkpoint: what it starts from; None: from `model`.
+        inside_stage: the checkpoint lies inside that stage, which is continued rather than begun.
+    """
 
     stage_index: int
     checkpoint: Path | None
+    inside_stage: bool = False
 
 
 def resume_point(run_dir: Path) -> ResumePoint:
@@ -25,7 +32,8 @@ def resume_point(run_dir: Path) -> ResumePoint:
     newest = newest_checkpoint(run_dir)
     if newest is None:
         return ResumePoint(0, None)
-    return ResumePoint(newest.state.stage_index + int(newest.state.stage_finished), newest.path)
+    finished = newest.state.stage_finished
+    return ResumePoint(newest.state.stage_index + int(finished), newest.path, inside_stage=not finished)
 
 
 def after_stage(run_dir: Path, stage_index: int) -> ResumePoint:
@@ -43,13 +51,17 @@ def after_stage(run_dir: Path, stage_index: int) -> ResumePoint:
     return ResumePoint(stage_index + 1, end.path)
 
 
-def forget_lost_steps(cfg: RunConfig, point: ResumePoint) -> None:
-    """Cut the records of steps that will run again, so that `metrics.jsonl` ends up like an uninterrupted run's."""
-    path = cfg.output_dir / METRICS_FILE
+def forget_lost_steps(run_dir: Path, earlier: RunConfig, point: ResumePoint) -> None:
+    """Cut the records of steps that will run again, so that `metrics.jsonl` ends up like an uninterrupted run's.
+
+    Args:
+        earlier: config of the interrupted run, under whose stage names the records are.
+    """
+    path = run_dir / METRICS_FILE
     if point.checkpoint is None:
         path.unlink(missing_ok=True)
-    elif point.stage_index < len(cfg.stages):
-        newest = newest_checkpoint(cfg.output_dir)
+    elif point.stage_index < len(earlier.stages):
+        newest = newest_checkpoint(run_dir)
         assert newest is not None and newest.path == point.checkpoint
-        done = 0 if newest.state.stage_finished else newest.state.stage_step
-        cut_after(path, cfg.stages[point.stage_index].name, done)
+        done = newest.state.stage_step if point.inside_stage else 0
+        cut_after(path, earlier.stages[point.stage_index].name, done)

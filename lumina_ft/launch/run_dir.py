@@ -18,13 +18,12 @@ from lumina_ft.config.schema import RunConfig
 from lumina_ft.config.yaml_file import dump_yaml
 from lumina_ft.errors import ConfigError
 from lumina_ft.launch.resume import ResumePoint, forget_lost_steps, resume_point
-from lumina_ft.monitor.metrics import METRICS_FILE
+from lumina_ft.monitor.metrics import METRICS_FILE, SUMMARY_FILE
 
 RUN_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
 LOG_FILE = "log.txt"
 ERRORS_DIR = "errors"
-SUMMARY_FILE = "summary.json"
 
 _OWNED = (
     RUN_FILE,
@@ -41,7 +40,10 @@ _OWNED = (
 """All that a run writes, hence all that `--overwrite` deletes."""
 
 _FIXED_ON_RESUME = ("family", "seed", "model.path", "model.config", "data", "train.packs_per_step")
-"""Keys that decide which samples a step sees or what a checkpoint holds; stages already begun are fixed, too."""
+"""Keys that decide which samples a step sees or what a checkpoint holds; finished stages are fixed, too."""
+
+_FIXED_INSIDE_STAGE = ("name", "train", "freeze", "steps", "epochs", "data")
+"""The same for the stage that is continued; its learning rates may change, as `optim` may."""
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "triton", "numpy", "safetensors", "pydantic")
 _ENV_PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "DS_", "TORCH_", "SLURM_JOB_ID", "LUMINA_")
@@ -55,8 +57,8 @@ def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumeP
         Where the run starts.
 
     Raises:
-        ConfigError: it holds a run and neither `resume` nor `overwrite` is given; there is nothing to resume; or
-            `resume` with a config that would no longer see the same samples.
+        ConfigError: it holds a run and neither `resume` nor `overwrite` is given; there is nothing to resume;
+            `resume` with a config that would no longer see the same samples; or `overwrite` would delete an input.
         CheckpointError: the newest checkpoint can't be read.
     """
     path = cfg.output_dir
@@ -64,24 +66,40 @@ def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumeP
     present = [name for name in _OWNED if (path / name).exists()]
     if resume:
         point = resume_point(path)
-        _check_resumable(cfg, point.stage_index)
-        forget_lost_steps(cfg, point)
+        earlier = _check_resumable(cfg, point)
+        forget_lost_steps(path, earlier, point)
     elif present and not overwrite:
         raise ConfigError(
             f"output_dir — {str(path)!r} — already holds a run ({', '.join(present)}) — "
             "pass --resume to continue it, --overwrite to delete it, or choose another directory"
         )
     elif present:
+        _check_overwrite(cfg, present)
         for name in present:
             _remove(path / name)
     path.mkdir(parents=True, exist_ok=True)
     _remove(path / ERRORS_DIR)
-    dump_yaml(cfg, path / RUN_FILE)
+    if point.stage_index < len(cfg.stages):
+        # Otherwise the run is finished, and its config stays that of what was trained.
+        dump_yaml(cfg, path / RUN_FILE)
     _record_environment(path / ENVIRONMENT_FILE)
     return point
 
 
-def _check_resumable(cfg: RunConfig, stage_index: int) -> None:
+def _check_overwrite(cfg: RunConfig, doomed: list[str]) -> None:
+    """Refuse to delete the model or data that the run is about to read."""
+    inputs = {"model.path": cfg.model.path, "data.path": cfg.data.path, "data.eval_path": cfg.data.eval_path}
+    for key, path in inputs.items():
+        for name in doomed:
+            if path is not None and path.resolve().is_relative_to((cfg.output_dir / name).resolve()):
+                raise ConfigError(
+                    f"--overwrite — {key}={str(path)!r} — lies in {cfg.output_dir / name}, which would be deleted — "
+                    "choose another output_dir"
+                )
+
+
+def _check_resumable(cfg: RunConfig, point: ResumePoint) -> RunConfig:
+    """The config of the interrupted run, if this one may continue it."""
     earlier_file = cfg.output_dir / RUN_FILE
     if not earlier_file.is_file():
         raise ConfigError(
@@ -90,13 +108,23 @@ def _check_resumable(cfg: RunConfig, stage_index: int) -> None:
         )
     earlier = load_run(earlier_file, [])
     changed = [key for key in _FIXED_ON_RESUME if _value_at(earlier, key) != _value_at(cfg, key)]
-    begun = range(min(stage_index + 1, len(earlier.stages)))
-    changed += [f"stages.{i}" for i in begun if i >= len(cfg.stages) or earlier.stages[i] != cfg.stages[i]]
+    finished = range(min(point.stage_index, len(earlier.stages)))
+    changed += [f"stages.{i}" for i in finished if i >= len(cfg.stages) or earlier.stages[i] != cfg.stages[i]]
+    if point.inside_stage:
+        changed += _changed_inside(earlier, cfg, point.stage_index)
     if changed:
         raise ConfigError(
             f"--resume — {', '.join(changed)} — differ from {earlier_file}; a resumed run must see the same samples — "
             "take the old values, or start a new run in another output_dir"
         )
+    return earlier
+
+
+def _changed_inside(earlier: RunConfig, cfg: RunConfig, index: int) -> list[str]:
+    if index >= len(cfg.stages):
+        return [f"stages.{index}"]
+    before, after = earlier.stages[index], cfg.stages[index]
+    return [f"stages.{index}.{key}" for key in _FIXED_INSIDE_STAGE if getattr(before, key) != getattr(after, key)]
 
 
 def _value_at(cfg: RunConfig, key: str) -> Any:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lumina_ft.checkpoint.directory import stage_end
 from lumina_ft.config.schema import RunConfig
-from lumina_ft.launch.run_dir import SUMMARY_FILE
+from lumina_ft.monitor.metrics import SUMMARY_FILE
 from lumina_ft.monitor.progress import duration
 
 
@@ -21,16 +21,25 @@ def run_summary(cfg: RunConfig, seconds: float) -> dict[str, Any]:
         seconds: wall time of this launch.
     """
     path = cfg.output_dir / SUMMARY_FILE
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    told = {entry["index"]: entry for entry in entries}
     stages: list[dict[str, Any]] = []
-    for entry in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
-        end = stage_end(cfg.output_dir, entry["index"])
-        short = {name: value for name, value in entry.items() if name != "expert_counts"}
-        stages.append(short | {"checkpoint": str(end.path) if end else None})
-    models = [Path(stage["checkpoint"]) / "model" for stage in stages if stage["checkpoint"]]
+    model: Path | None = None
+    for index in range(len(cfg.stages)):
+        end = stage_end(cfg.output_dir, index)
+        if end is None:
+            continue
+        # A stage whose ranks died between its checkpoint and its summary is known from the checkpoint alone.
+        state = end.state
+        known = {"index": index, "name": state.stage_name, "steps": state.stage_steps, "losses": {}}
+        known |= {"seconds": state.seconds, "tokens": state.tokens} | told.get(index, {})
+        known.pop("expert_counts", None)
+        stages.append(known | {"checkpoint": str(end.path)})
+        model = end.model_dir
     return {
         "run_dir": str(cfg.output_dir),
         "stages": stages,
-        "model": str(models[-1]) if models else None,
+        "model": str(model) if model else None,
         "seconds": round(seconds, 1),
     }
 
@@ -41,9 +50,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     for stage in summary["stages"]:
         losses = (stage["losses"].get(name) for name in ("loss", "eval_loss"))
         shown = ("-" if loss is None else f"{loss:.4f}" for loss in losses)
-        table.add_row(
-            stage["name"], str(stage["steps"]), *shown, duration(stage["seconds"]), stage["checkpoint"] or "-"
-        )
+        table.add_row(stage["name"], str(stage["steps"]), *shown, duration(stage["seconds"]), stage["checkpoint"])
     console = Console(file=sys.stdout)
     console.print(table)
     console.print(f"model: {summary['model']}", soft_wrap=True)

@@ -17,6 +17,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+"""One entry per finished stage, beside the metrics."""
 
 WALL_TIME_KEYS = ("time", "seconds", "tokens_per_second")
 """Fields that may differ between two runs of the same config and seed."""

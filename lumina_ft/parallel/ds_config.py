@@ -85,8 +85,8 @@ def read_ds_config(zero: str) -> dict[str, Any]:
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
-        raise ConfigError(f"parallel.zero — {path}: {err} — must be JSON — fix the file") from err
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"parallel.zero — {path}: {err} — must be readable JSON — fix the file") from err
     if not isinstance(raw, dict):
         raise ConfigError(f"parallel.zero — {path}: {type(raw).__name__} — must be a JSON object — fix the file")
     return raw

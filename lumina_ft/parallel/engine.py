@@ -10,12 +10,36 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from lumina_ft.errors import ConfigError, nearest
 from lumina_ft.parallel.state import local_decay, zero_gradient_params
 from lumina_ft.parallel.zero3 import gather_for_good
 
 log = logging.getLogger(__name__)
+
+
+def check_zero_block(ds_config: Mapping[str, Any]) -> None:
+    """Let DeepSpeed check names and types inside `zero_optimization`, before anything is built with them.
+
+    Raises:
+        ConfigError: one line per key that it refuses.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    try:
+        DeepSpeedZeroConfig(**ds_config["zero_optimization"])
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"]))
+            rule = problem["msg"]
+            if problem["type"] == "extra_forbidden":
+                rule = f"unknown key{nearest(key, known)}"
+            lines.append(f"parallel.zero: zero_optimization.{key} — {problem['input']!r} — {rule} — fix the file")
+        raise ConfigError("\n".join(lines)) from None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Held-out loss: the same samples, noise and condition in every evaluation, so that values compare."""
 
+import math
+
 import torch
 
 from lumina_ft.config.schema import LossConfig
 from lumina_ft.data.dataset import PackedDataset
+from lumina_ft.errors import RunError
 from lumina_ft.parallel.dist import World
 from lumina_ft.parallel.engine import Engine
 from lumina_ft.train.batches import step_batches
@@ -21,6 +24,9 @@ def evaluate(
 
     Returns:
         `eval_loss` and `eval_text_loss`, `eval_image_loss`, `eval_balance_loss` where supervised.
+
+    Raises:
+        RunError: a loss isn't finite; on every rank, before a checkpoint of these weights is written.
     """
     engine.train(False)
     sums = torch.zeros(2, len(TERMS), dtype=torch.float64)
@@ -34,4 +40,10 @@ def evaluate(
     losses = mean_losses(
         dict(zip(TERMS, totals, strict=True)), {name: int(n) for name, n in zip(TERMS, counts, strict=True)}, weights
     )
+    broken = [name for name, value in losses.items() if not math.isfinite(value)]
+    if broken:
+        raise RunError(
+            f"held-out {', '.join(broken)} — {losses[broken[0]]} — must be finite — lower the learning rate and resume "
+            "from the last checkpoint"
+        )
     return {f"eval_{name}": value for name, value in losses.items()}

@@ -25,12 +25,12 @@ from lumina_ft.models.groups import group_of
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import load_weights
-from lumina_ft.monitor.metrics import MetricsWriter
+from lumina_ft.monitor.metrics import SUMMARY_FILE, MetricsWriter
 from lumina_ft.monitor.plots import plot_expert_load, plot_losses
 from lumina_ft.monitor.progress import StageProgress
 from lumina_ft.parallel.dist import World, init_distributed
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
-from lumina_ft.parallel.engine import Engine
+from lumina_ft.parallel.engine import Engine, check_zero_block
 from lumina_ft.parallel.state import adam_steps
 from lumina_ft.parallel.zero3 import init_context, place_buffers, write_tensor
 from lumina_ft.stages import ParamInfo, StagePlan, apply_plan, plan_stage
@@ -40,7 +40,6 @@ from lumina_ft.train.optim import build_optimizer
 
 log = logging.getLogger(__name__)
 
-SUMMARY_FILE = "summary.json"
 _STAGE_SEED_STRIDE = 1_000_003
 
 
@@ -103,6 +102,7 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
         overlap=world.device.type == "cuda",
     )
     ds_config = resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
+    check_zero_block(ds_config)
     model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, device=world.device)
     apply_plan(model, plan)
     params = dict(model.named_parameters())

@@ -107,10 +107,47 @@ def test_failed_runs_exit_1_and_our_bugs_keep_their_traceback(
         app.main()
 
 
+def test_a_bug_in_a_rank_of_another_launcher_ends_it_at_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not through destructors, where it could wait for the other ranks for ever."""
+
+    def bug(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    def ended(code: int) -> None:
+        raise SystemExit(code + 40)
+
+    monkeypatch.setattr("lumina_ft.data.digits.write_digits", bug)
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run("data", "digits", "--output", f"{tmp_path}/d")
+    assert code == 41 and "ZeroDivisionError: ours" in err
+
+
 def test_usage_errors_exit_2(run: Run) -> None:
     code, _, err = run("sft", "--no-such-option")
     assert code == 2 and "No such option" in err
     assert run("sft", "--config", "u2-three-stage", "--resume", "--overwrite")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data", "digits"], "Missing option '--output' / '-o'."),
+        (["convert", "a", "b", "--layout", "flat"], "Invalid value for '--layout'"),
+        (["sample", "--model", "m", "--prompt", "p", "--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["no-such-command"], "No such command 'no-such-command'."),
+    ],
+)
+def test_usage_errors_are_json_too(run: Run, arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments, "--json")
+    (line,) = out.splitlines()
+    result = json.loads(line)
+    assert code == result["exit_code"] == 2 and result["kind"] == "UsageError"
+    assert message in result["error"] and "Traceback" not in err
+    assert run(*arguments)[1] == ""
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -20,6 +20,9 @@ CODEC_FILE = "codec.json"
 CODEC_DIR = "codec"
 """Folder of a dataset or model directory that holds its codec."""
 
+MAX_CODES = 1 << 16
+"""Codes per codebook that a uint16 tells apart."""
+
 
 @dataclass(frozen=True)
 class CodeGrid:

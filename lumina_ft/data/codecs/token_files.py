@@ -74,7 +74,8 @@ class TokenFileCodec:
     def decode(self, codes: NDArray[np.integer], height: int, width: int) -> Image.Image:
         """Not possible: the decoder is a separate program."""
         raise ConfigError(
-            "codec.kind=token-files — can't decode to pixels — needs the official decoder — save the codes instead"
+            "codec.kind=token-files — can't decode to pixels — needs the official decoder — "
+            "take the codes from Sampler.image_codes instead"
         )
 
     def save(self, directory: Path) -> None:

@@ -56,6 +56,9 @@ def train_stage(cfg, stage_index, *, resume, run_dir):
     if mode == "user-error" and rank == 1:
         raise DataError("rows.jsonl:7 — 9999 — must be below 4096 — fix the label")
     if mode == "user-error":
+        # A peer is gone only after it has failed.
+        while not (run_dir / "errors" / "rank-1.json").exists():
+            time.sleep(0.05)
         raise ConnectionError("peer gone")
     if mode == "bug" and rank == 0:
         raise ZeroDivisionError("a bug of ours")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lumina_ft.checkpoint.export import convert
-from lumina_ft.errors import CheckpointError
+from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
 from lumina_ft.models.tensor_files import SINGLE_FILE, CheckpointReader
 from lumina_ft.models.u2 import U2ForDiffusion
@@ -103,6 +103,12 @@ def test_existing_output_is_refused_and_untouched(source: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match="out — exists — a conversion writes a new directory"):
         convert(source, tmp_path / "out", "packed")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_unwritable_output_is_a_config_error(source: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="output — .*out — Not a directory — must be writable"):
+        convert(source, tmp_path / "file" / "out", "packed")
 
 
 def test_a_damaged_source_leaves_nothing_behind(source: Path, tmp_path: Path):

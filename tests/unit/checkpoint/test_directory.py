@@ -1,6 +1,9 @@
 """Checkpoint directories: whole or absent, newest first, stage ends stay."""
 
+import errno
+import os
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +17,7 @@ from lumina_ft.checkpoint.directory import (
     rotate,
     stage_end,
 )
-from lumina_ft.errors import CheckpointError
+from lumina_ft.errors import CheckpointError, RunError
 
 
 def state(global_step: int, stage_step: int, stage_index: int = 0, stage_steps: int = 10) -> TrainState:
@@ -49,11 +52,32 @@ def test_checkpoint_appears_complete_with_its_state(tmp_path):
 
 def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path):
     write(tmp_path, state(4, 4))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ZeroDivisionError):
         with new_checkpoint(tmp_path, state(8, 8)) as folder:
             (folder / "payload").write_text("half")
-            raise OSError("disk full")
+            raise ZeroDivisionError
     assert [p.name for p in checkpoints_dir(tmp_path).iterdir()] == ["checkpoint-4"]
+
+
+def test_a_full_disk_is_a_failed_run_with_a_way_out(tmp_path):
+    with pytest.raises(RunError, match="checkpoint-8 — No space left on device — .* --resume"):
+        with new_checkpoint(tmp_path, state(8, 8)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(checkpoints_dir(tmp_path).iterdir()) == []
+
+
+def test_what_an_interrupted_save_or_deletion_left_does_not_pile_up(tmp_path, monkeypatch):
+    """Stopped in a save at step 5; resumed with another save interval; stopped in a deletion."""
+    write(tmp_path, state(4, 4))
+    (checkpoints_dir(tmp_path) / ".tmp-checkpoint-5").mkdir()
+    write(tmp_path, state(6, 6))
+    assert {p.name for p in checkpoints_dir(tmp_path).iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+        rotate(tmp_path, keep=1)
+    assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [6]
+    write(tmp_path, state(7, 7))
+    assert {p.name for p in checkpoints_dir(tmp_path).iterdir()} == {"checkpoint-6", "checkpoint-7"}
 
 
 def test_unfinished_directories_are_passed_over_and_replaced(tmp_path):

@@ -178,6 +178,22 @@ def test_wrong_value_from_an_override_says_override(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.master_port=70000", "parallel.master_port — 70000 — input should be less than or equal to 65535"),
+        ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes — 1000000000000.0 — input should be less than"),
+        ("optim.betas=[0.9, 1.0]", "optim.betas.1 — 1.0 — input should be less than 1"),
+        ("seed=1e20", "seed — 1e+20 — input should be less than or equal to"),
+        ("stages.0.name=..", "stages.0.name — '..' — string should match pattern"),
+        ("loss={text: 0, image: 0}", "loss — loss.text=0 and loss.image=0 leave nothing to train on"),
+    ],
+)
+def test_values_that_would_only_fail_in_the_ranks_are_refused(run_file: Path, override: str, message: str) -> None:
+    (line,) = errors_of(run_file, [override])
+    assert message in line
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("  path: checkpoint", "  dtype: float32", "model — give exactly one of model.path"),

@@ -302,6 +302,11 @@ BAD_ROWS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("broken JSON", lambda raw: '{"prompt": "x", ', "broken JSON: .* — must be one JSON object"),
     ("over-long sample", lambda raw: TEXT_ROW | {"prompt": "x" * 9000}, r"\d+ tokens — must be at most max_sample_tok"),
     ("lone surrogate", lambda raw: '{"prompt": "\\ud800", "response": "x"}', "holds a lone surrogate"),
+    (
+        "surrogate in a path",
+        lambda raw: '{"prompt": "x", "response": "y", "image": "\\ud800.png"}',
+        "image .* — no such file",
+    ),
     ("no text answer", lambda raw: TEXT_ROW | {"response": ""}, "answer 0 — empty"),
 ]
 
@@ -354,6 +359,18 @@ def test_no_good_row_left_is_a_data_error_that_shows_the_first_reason(raw: Path)
 def test_only_unreadable_images_is_reported_at_their_row(raw: Path) -> None:
     with pytest.raises(DataError, match="rows.jsonl:1 — image .*/none.png — no such file"):
         run(raw, {"prompt": "x", "image": "none.png"})
+
+
+def test_missing_media_dir_is_a_config_error(raw: Path) -> None:
+    with pytest.raises(ConfigError, match="media_dir=.*nowhere — no such directory"):
+        run(raw, TEXT_ROW, media_dir=raw / "nowhere")
+
+
+def test_codes_that_16_bits_cannot_hold_are_refused(raw: Path) -> None:
+    with pytest.raises(ConfigError, match="70000 codes in demo — must be at most 65536"):
+        run(raw, DRAW_ROW, codec=GRAY | {"codes_per_codebook": 70000})
+    with pytest.raises(ConfigError, match="70000 codes in demo — must be at most 65536"):
+        run(raw, DRAW_ROW, codec={"kind": "token-files", "codes_per_codebook": 70000})
 
 
 def test_interrupt_leaves_nothing_behind(raw: Path) -> None:

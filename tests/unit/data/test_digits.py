@@ -10,7 +10,7 @@ from PIL import Image
 from lumina_ft.config.data_schema import BuildConfig
 from lumina_ft.data.build import build
 from lumina_ft.data.digits import DIGIT_WORDS, draw_prompt, load_digits, split_digits, write_digits
-from lumina_ft.errors import DataError
+from lumina_ft.errors import ConfigError, DataError
 
 SPLITS = {"train": 1438, "heldout": 359}
 
@@ -65,6 +65,12 @@ def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(DataError, match="exists and is not empty"):
         write_digits(tmp_path)
+
+
+def test_unwritable_output_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="output=.*digits — Not a directory — must be writable"):
+        write_digits(tmp_path / "file" / "digits")
 
 
 def test_prompts_are_grammatical() -> None:

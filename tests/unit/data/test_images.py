@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from lumina_ft.data.images import open_image
 from lumina_ft.errors import DataError
@@ -77,6 +77,20 @@ def test_truncated_png_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(stream.getvalue()[:3000])
     with pytest.raises(DataError, match="must be an undamaged image file"):
         open_image(tmp_path / "cut.png", "rgb")
+
+
+def test_whatever_a_format_plugin_raises_on_damage_is_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to decode image:\n  Missing item")
+
+    (tmp_path / "a.jpg").write_bytes(jpeg_bytes())
+    for owner, name in ((Image, "open"), (ImageOps, "exif_transpose")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            with pytest.raises(DataError, match=r"a\.jpg — damaged: Failed to decode image: Missing item — must be"):
+                open_image(tmp_path / "a.jpg", "rgb")
 
 
 def test_pixels_are_brought_to_the_mode_asked_for(tmp_path: Path) -> None:

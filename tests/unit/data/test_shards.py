@@ -117,6 +117,7 @@ def test_damaged_datasets_are_data_errors_that_say_what_to_do(tmp_path: Path) ->
         ("{", "not JSON"),
         (json.dumps(good | {"version": 99}), "version — 99 — must be 1"),
         (json.dumps({k: v for k, v in good.items() if k != "spec"}), "lacks spec"),
+        (json.dumps(good | {"spec": {"text": {}}}), "spec — .* — the dataset is damaged"),
         (json.dumps(good | {"shards": [good["shards"][0] | {"rows": 4}]}), "3 rows — dataset.json says 4"),
     ):
         meta_path.write_text(change)

@@ -61,6 +61,8 @@ def test_text_only_config_has_one_column_and_needs_no_media_ids() -> None:
         ({"vocab_size": 500}, "must be below the 500 text rows"),
         ({"vocab_size": None}, "vocab_size — None — must be an integer"),
         ({"num_codebooks": 0}, "num_codebooks — 0 — must be an integer of at least 1"),
+        ({"text_ids": asdict(demo_spec().text) | {"eoa": 504}}, "text_ids.eoa — 504 — is text_ids.boa too"),
+        ({"media_ids": asdict(demo_spec().media) | {"newline": 32}}, "media_ids.newline — 32 — is media_ids.mask too"),
         ({"image_head_classes": 16}, "codebook_size — 32 — must be at most image_head_classes=16"),
         ({"image_embedding_rows": 35}, "media_ids.layer_3d — 35 — must follow the 32 codes and be below"),
     ],

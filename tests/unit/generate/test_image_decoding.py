@@ -1,6 +1,7 @@
 """Image decoding in spatial rounds (spec §7)."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,9 @@ def test_surprise_28_greedy_decoding_draws_no_random_numbers(tiny):
     [
         ({"rounds": 0}, "rounds — 0 — must be at least 1"),
         ({"temperature": -0.5}, "temperature — -0.5 — must be at least 0"),
+        ({"temperature": math.nan}, "temperature — nan — must be at least 0 and finite"),
+        ({"temperature": math.inf}, "temperature — inf — must be at least 0 and finite"),
+        ({"guidance": math.nan}, "guidance — nan — must be finite"),
         ({"temperature": 1.0}, "needs one generator for each of 3 samples"),
         ({"guidance": 0.0, "guidance_text": 1.0}, "guidance_text=1.0, guidance_image=None — only one is set"),
         ({"guidance_text": 1.0, "guidance_image": 1.0}, "guidance=1.5 — together with guidance_text"),
@@ -153,3 +157,14 @@ def test_surprise_29_the_answer_must_be_framed(tiny):
         decode(tiny, broken(input_ids=full), guidance=0.0)
     with pytest.raises(DataError, match="image decoding needs them"):
         decode(tiny, broken(turn_ids=None, block_ids=None, is_clean=None), guidance=0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_codes_stay_below_the_codebook_size_when_the_head_has_more_classes(tiny, temperature):
+    few = replace(tiny.spec, media=replace(tiny.spec.media, codebook_size=2))
+    settings = ImageSettings(rounds=2, guidance=0.0, temperature=temperature)
+    codes = decode_images(
+        tiny.model, prompts_of(tiny), spec=few, settings=settings, generators=sample_generators(0, len(GRIDS))
+    )
+    assert max(int(c.max()) for c in decode(tiny, prompts_of(tiny))) > 1
+    assert {int(value) for c in codes for value in c.flatten()} == {0, 1}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,15 @@ from lumina_ft.checkpoint.directory import Checkpoint, TrainState, new_checkpoin
 from lumina_ft.checkpoint.export import convert
 from lumina_ft.config.data_schema import BuildConfig
 from lumina_ft.data.build import build
+from lumina_ft.data.codecs.token_files import TokenFileCodec
 from lumina_ft.data.layout import layout_sample
 from lumina_ft.data.prompts import SYSTEM_PROMPTS
 from lumina_ft.data.shards import open_dataset
+from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.errors import CheckpointError, ConfigError, DataError
 from lumina_ft.generate.prompt import Prompt
+from lumina_ft.models.u2 import U2ForDiffusion
+from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import save_model
 from lumina_ft.sample import Sampler, load_sampler, locate_model, run_sample
 
@@ -158,6 +163,8 @@ def test_images_come_from_the_seed_and_have_the_codecs_size(sampler: Sampler):
 def test_placeholders_must_match_the_images(sampler: Sampler):
     with pytest.raises(DataError, match="0 given for 1 <image> placeholders"):
         sampler.text(["<image> what?"])
+    with pytest.raises(DataError, match="prompt 1 — holds <image> — task=t2i takes no image"):
+        sampler.image_codes(["draw a", "draw <image>"], (1, 1))
 
 
 def test_run_sample_writes_png_files(run: Path, tmp_path: Path):
@@ -168,6 +175,14 @@ def test_run_sample_writes_png_files(run: Path, tmp_path: Path):
     with Image.open(result["images"][0]) as picture:
         assert picture.format == "PNG" and picture.size == (8, 8)
     assert run_sample(run, task="t2i", prompt="draw a", output=output, steps=1)["images"] == [str(output)]
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder.png").mkdir()
+    for name, message in (("file/a.png", "file — must be a writable directory"), ("folder.png", "is a directory")):
+        with pytest.raises(ConfigError, match=message):
+            run_sample(tmp_path / "no-model", task="t2i", prompt="x", output=tmp_path / name)
 
 
 def test_run_sample_answers(run: Path, dataset: Path):
@@ -222,12 +237,57 @@ def test_damaged_settings_are_refused(run: Path, tmp_path: Path):
         load_sampler(model, device="cpu")
 
 
-def test_codec_of_another_size_is_refused(run: Path, dataset: Path, tmp_path: Path):
-    config = {
-        "input": dataset.parent / "rows.jsonl",
-        "output": tmp_path / "out",
-        "codec": {"kind": "pq", "channels": "gray", "codes_per_codebook": 16},
-    }
+def build_with(dataset: Path, output: Path, codes: int) -> Path:
+    """The dataset's rows, coded by a codec of another size."""
+    codec = {"kind": "pq", "channels": "gray", "codes_per_codebook": codes}
+    config = {"input": dataset.parent / "rows.jsonl", "output": output, "codec": codec}
     build(BuildConfig.model_validate(config))
-    with pytest.raises(DataError, match="8 codebooks of 16 codes — the model has 8 of 32"):
-        load_sampler(run, data=tmp_path / "out", device="cpu")
+    return output
+
+
+def test_a_codec_with_more_codes_than_the_model_is_refused(run: Path, dataset: Path, tmp_path: Path):
+    with pytest.raises(DataError, match="8 codebooks of 40 codes — the model has 8 of 32"):
+        load_sampler(run, data=build_with(dataset, tmp_path / "out", 40), device="cpu")
+
+
+def test_a_codec_with_fewer_codes_than_the_model_gets_only_those(run: Path, dataset: Path, tmp_path: Path):
+    model = tmp_path / "exported"
+    shutil.copytree(locate_model(run), model)
+    shutil.rmtree(model / "codec")
+    sampler = load_sampler(model, data=build_with(dataset, tmp_path / "out", 4), device="cpu")
+    (picture,) = sampler.images(["draw a"], (6, 6), seed=1, rounds=2)
+    (codes,) = sampler.image_codes(["draw a"], (6, 6), seed=1, rounds=2)
+    assert picture.size == (24, 24) and codes.max() == 3
+
+
+def test_a_codec_other_than_that_of_the_training_data_is_refused(run: Path, dataset: Path, tmp_path: Path):
+    assert load_sampler(run, data=dataset, device="cpu").codec is not None
+    with pytest.raises(DataError, match="codec .*out/codec — is not the one in .*model/codec"):
+        load_sampler(run, data=build_with(dataset, tmp_path / "out", 31), device="cpu")
+
+
+def test_t13_token_files_give_codes_and_say_at_once_that_they_have_no_decoder(sampler: Sampler, monkeypatch):
+    blind = replace(sampler, codec=TokenFileCodec(8, 32))
+    (codes,) = blind.image_codes(["draw a"], (1, 2), rounds=1)
+    assert codes.shape == (2, 8)
+    seen = record(monkeypatch, "decode_images", [])
+    for grid in (None, (1, 2)):
+        with pytest.raises(ConfigError, match="codec.kind=token-files — can't decode to pixels"):
+            blind.images(["draw a"], grid)
+    assert seen == []
+
+
+def test_text_only_models_refuse_images_whatever_codec_is_given(tiny, dataset: Path, tmp_path: Path):
+    keys = ("num_codebooks", "media_ids", "codebook_size")
+    config = U2Config.from_dict({k: v for k, v in tiny.model.config.to_dict().items() if k not in keys})
+    model = U2ForDiffusion(config)
+    model.init_weights_(seed=0)
+    save_model(model, tmp_path / "model")
+    copy_tokenizer(dataset / "tokenizer", tmp_path / "model")
+    sampler = load_sampler(tmp_path / "model", data=dataset, device="cpu")
+    assert isinstance(sampler.text(["hi"], max_new_tokens=4)[0], str)
+    for draw in (sampler.images, sampler.image_codes):
+        with pytest.raises(ConfigError, match="has no image parts"):
+            draw(["draw a"], (1, 1))
+    with pytest.raises(ConfigError, match="has no image parts"):
+        sampler.text(["which?"], [[dataset.parent / "a.png"]])

@@ -1,6 +1,7 @@
 """What is refused before a rank is started, and who may use a run directory (deliver 5, 8; V11)."""
 
 import json
+import logging
 import socket
 import sys
 from collections.abc import Callable
@@ -8,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from lumina_ft.checkpoint.directory import TrainState, new_checkpoint
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.data.shards import make_meta, write_meta
 from lumina_ft.errors import CheckpointError, ConfigError, DataError, LuminaError, RunError
+from lumina_ft.launch import foreign, rank
 from lumina_ft.launch.checks import check_run, choose_port, has_gpu
 from lumina_ft.launch.failures import exit_code, read_failures, write_failure
 from lumina_ft.launch.foreign import with_world_size
 from lumina_ft.launch.local import rank_environment
 from lumina_ft.launch.plan_view import describe_run
 from lumina_ft.launch.run_dir import RunLog, prepare_run_dir
+from lumina_ft.launch.summary import print_summary, run_summary
 from lumina_ft.tokens import PUBLISHED_MEDIA_IDS, PUBLISHED_TEXT_IDS, TokenSpec
 
 Make = Callable[..., RunConfig]
@@ -118,6 +122,15 @@ def test_cpu_ranks_share_the_cores(make: Make, monkeypatch: pytest.MonkeyPatch) 
     assert rank_environment(make("parallel.threads_per_rank=5"))["OMP_NUM_THREADS"] == "5"
 
 
+def test_gpu_ranks_share_the_cores_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun would give each one thread, which also lays out its batches."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("lumina_ft.launch.local.has_gpu", lambda: True)
+    monkeypatch.setattr("lumina_ft.launch.local.cpu_cores", lambda: 64)
+    env = rank_environment(make("parallel.ranks=8"))
+    assert env["OMP_NUM_THREADS"] == "8" and "DS_ACCELERATOR" not in env
+
+
 def test_a_directory_with_a_run_is_refused_unless_told_otherwise(make: Make, tmp_path: Path) -> None:
     cfg, out = make(), tmp_path / "out"
     prepare_run_dir(cfg, resume=False, overwrite=False)
@@ -132,15 +145,119 @@ def test_a_directory_with_a_run_is_refused_unless_told_otherwise(make: Make, tmp
     assert len(json.loads((out / "environment.json").read_text())) == 1
 
 
-def test_resume_needs_a_run_and_the_same_samples(make: Make) -> None:
+def leave_checkpoint(run_dir: Path, stage_index: int, stage_step: int, stage_steps: int) -> Path:
+    """A checkpoint of the config that `make` gives: stages of 3 and 2 steps."""
+    name = ("one", "two")[stage_index]
+    done = stage_step + 3 * stage_index
+    state = TrainState(done, stage_index, name, stage_step, stage_steps, stage_step, 4.5, 90, {})
+    with new_checkpoint(run_dir, state) as folder:
+        (folder / "model").mkdir()
+    return run_dir / "checkpoints" / f"checkpoint-{done}"
+
+
+def test_resume_needs_a_run_and_the_same_samples(make: Make, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     with pytest.raises(ConfigError, match="no run to resume"):
         prepare_run_dir(make(), resume=True, overwrite=False)
     prepare_run_dir(make(), resume=False, overwrite=False)
-    with pytest.raises(ConfigError, match="--resume — seed, train.packs_per_step, stages.0 — differ"):
+    assert prepare_run_dir(make("stages.1.steps=9"), resume=True, overwrite=False) == (0, None, False)
+    inside = leave_checkpoint(out, 0, 2, 3)
+    with pytest.raises(ConfigError, match="--resume — seed, train.packs_per_step, stages.0.steps — differ"):
         changed = make("seed=1", "train.packs_per_step=16", "stages.0.steps=9")
         prepare_run_dir(changed, resume=True, overwrite=False)
-    later = make("stages.1.steps=9", "train.save_every_steps=1", "parallel.ranks=2")
-    assert prepare_run_dir(later, resume=True, overwrite=False) == (0, None)
+    with pytest.raises(ConfigError, match="--resume — stages.0.data — differ"):
+        prepare_run_dir(make("stages.0.data.tasks=t2i"), resume=True, overwrite=False)
+    later = make("stages.1.steps=2", "train.save_every_steps=1", "parallel.ranks=2")
+    assert prepare_run_dir(later, resume=True, overwrite=False) == (0, inside, True)
+
+
+def test_learning_rates_may_change_on_resume(make: Make, tmp_path: Path) -> None:
+    """A run that stopped at a non-finite value is told to lower them."""
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    inside = leave_checkpoint(tmp_path / "out", 0, 2, 3)
+    calmer = make("optim.lr=1e-7", "stages.one.lr=1e-6", "~stages.one.group_lr", "stages.one.schedule=linear")
+    assert prepare_run_dir(calmer, resume=True, overwrite=False) == (0, inside, True)
+    assert load_run(tmp_path / "out" / "run.yaml", []).stages[0].lr == 1e-6
+
+
+def test_a_crash_between_stages_leaves_the_next_stage_free_to_change_and_the_finished_one_fixed(
+    make: Make, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    end = leave_checkpoint(out, 0, 3, 3)
+    kept = '{"stage": "one", "step": 3, "loss": 1.0}\n'
+    (out / "metrics.jsonl").write_text(kept + '{"stage": "two", "step": 1, "loss": 0.5}\n')
+    with pytest.raises(ConfigError, match="--resume — stages.0 — differ"):
+        prepare_run_dir(make("stages.0.lr=1e-3"), resume=True, overwrite=False)
+    renamed = make("stages.two.steps=7", "stages.two.name=second")
+    assert prepare_run_dir(renamed, resume=True, overwrite=False) == (1, end, False)
+    assert (out / "metrics.jsonl").read_text() == kept, "records of steps that run again are cut under their old name"
+
+
+def test_overwrite_never_deletes_what_the_run_reads(make: Make, tmp_path: Path) -> None:
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    model = leave_checkpoint(tmp_path / "out", 0, 3, 3) / "model"
+    with pytest.raises(ConfigError, match=r"--overwrite — model\.path=.* lies in .*checkpoints, which would"):
+        prepare_run_dir(make(f"model.path={model}"), resume=False, overwrite=True)
+    assert model.is_dir()
+
+
+def test_a_finished_run_resumes_to_nothing(make: Make, tmp_path: Path) -> None:
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    leave_checkpoint(tmp_path / "out", 0, 3, 3)
+    end = leave_checkpoint(tmp_path / "out", 1, 2, 2)
+    assert prepare_run_dir(make("model.dtype=float32"), resume=True, overwrite=False) == (2, end, False)
+    assert load_run(tmp_path / "out" / "run.yaml", []) == make(), "the record of what was trained stays"
+
+
+def test_summary_knows_stages_whose_ranks_died_behind_their_checkpoint(make: Make, tmp_path: Path) -> None:
+    """The model is that of the newest stage, even if nothing but its checkpoint tells of it."""
+    out = tmp_path / "out"
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    leave_checkpoint(out, 0, 3, 3)
+    end = leave_checkpoint(out, 1, 2, 2)
+    told = {"index": 0, "name": "one", "steps": 3, "losses": {"loss": 1.5}, "seconds": 2.0, "expert_counts": [[1]]}
+    (out / "summary.json").write_text(json.dumps([told]))
+    summary = run_summary(make(), seconds=1.0)
+    assert [(s["name"], s["losses"], s["seconds"]) for s in summary["stages"]] == [
+        ("one", {"loss": 1.5}, 2.0),
+        ("two", {}, 4.5),
+    ]
+    assert summary["model"] == str(end / "model")
+    assert "expert_counts" not in summary["stages"][0]
+    print_summary(summary)
+
+
+def test_ranks_of_this_machine_are_counted_as_each_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of 8 GPUs under deepspeed are 16 ranks, not 16 ranks on one machine."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank._local_ranks() == 1
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert rank._local_ranks() == 16
+    monkeypatch.setenv("LOCAL_SIZE", "8")
+    assert rank._local_ranks() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert rank._local_ranks() == 4
+
+
+def test_a_full_gpu_is_a_failed_run_with_a_way_out_not_a_bug_of_ours(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def fill(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 GiB")
+
+    logger = logging.getLogger("lumina_ft")
+    monkeypatch.setattr(logger, "handlers", logger.handlers)
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    monkeypatch.setattr(rank, "_configure_devices", lambda _: None)
+    monkeypatch.setattr("lumina_ft.train.run.train_stage", fill)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(RunError, match=r"rank 3 — stage 'two' — CUDA out of memory\. Tried .* data\.max_pack_tokens"):
+        rank.execute_stage(make(), 1, resume=None, run_dir=tmp_path)
 
 
 def test_launchers_world_size_is_taken_or_contradicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +269,21 @@ def test_launchers_world_size_is_taken_or_contradicted(make: Make, monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="multiple of the launcher's 3 ranks — use 9"):
         with_world_size(make())
+
+
+def test_later_stages_in_another_launchers_ranks_take_the_config_that_the_run_began_with(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = make("parallel.ranks=2")
+    prepare_run_dir(began, resume=False, overwrite=False)
+    leave_checkpoint(began.output_dir, 0, 3, 3)
+    trained = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(foreign.STAGE_ENV, "1")
+    monkeypatch.setenv(foreign.START_ENV, "0")
+    monkeypatch.setattr(foreign, "execute_stage", lambda cfg, index, **_: trained.append((cfg, index)))
+    foreign.run_foreign(make("optim.lr=1", "stages.1.steps=99"), resume=False, overwrite=False)
+    assert trained == [(began, 1)]
 
 
 def test_dry_run_lists_groups_and_rates(make: Make) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from lumina_ft.errors import ConfigError
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
+from lumina_ft.parallel.engine import check_zero_block
 
 
 def settings(**changes) -> ZeroSettings:
@@ -67,6 +68,24 @@ def test_agreeing_values_are_accepted():
     assert resolve_ds_config(raw, settings())["train_batch_size"] == 8
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_accepts_what_the_presets_resolve_to(stage):
+    check_zero_block(resolve_ds_config(read_ds_config(f"zero{stage}"), settings()))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"stage3_param_persistance_threshold": 1}, r"did you mean 'stage3_param_persistence_threshold'\? — fix"),
+        ({"reduce_bucket_size": "many"}, r"zero_optimization\.reduce_bucket_size — 'many' — .*valid integer"),
+        ({"offload_optimizer": {"device": "gpu"}}, r"zero_optimization\.offload_optimizer\.device — 'gpu' — .*'cpu'"),
+    ],
+)
+def test_what_deepspeed_refuses_inside_its_block_is_an_error_of_the_users(block, message):
+    with pytest.raises(ConfigError, match=message):
+        check_zero_block(resolve_ds_config({"zero_optimization": {"stage": 3, **block}}, settings()))
+
+
 def test_unknown_preset_is_suggested():
     with pytest.raises(
         ConfigError, match=r"'zeri3' — must be one of zero0, zero1, zero2, zero3 .* did you mean 'zero3'"
@@ -77,5 +96,5 @@ def test_unknown_preset_is_suggested():
 def test_broken_json_names_the_file(tmp_path):
     path = tmp_path / "my.json"
     path.write_text("{,}")
-    with pytest.raises(ConfigError, match=r"my\.json: .* must be JSON"):
+    with pytest.raises(ConfigError, match=r"my\.json: .* must be readable JSON"):
         read_ds_config(str(path))
