@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,11 +16,11 @@ from typing import IO, Any
 import psutil
 
 from lumina_ft.config.schema import RunConfig, StageConfig
-from lumina_ft.errors import Interrupted, RunError
+from lumina_ft.errors import CheckpointError, ConfigError, DataError, Interrupted, RunError
 from lumina_ft.launch.checks import check_run, choose_port, cpu_cores, has_gpu
 from lumina_ft.launch.failures import read_failures
 from lumina_ft.launch.resume import after_stage
-from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, RunLog, prepare_run_dir
+from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, RunLog, forget_unstarted, prepare_run_dir
 from lumina_ft.launch.summary import run_summary
 from lumina_ft.monitor.progress import FORCE_BAR_ENV, duration
 
@@ -44,23 +44,25 @@ def run_local(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any
 
     Raises:
         ConfigError: something is wrong with the config, before anything was written.
-        LuminaError: what a rank reported.
+        LuminaError: what a rank reported. A user's mistake found before the first step of a new run leaves nothing.
         Interrupted: SIGINT or SIGTERM arrived; the ranks have ended.
     """
     start = time.monotonic()
     check_run(cfg)
     choose_port(cfg.parallel.master_port)
     point = prepare_run_dir(cfg, resume=resume, overwrite=overwrite)
-    log = RunLog(cfg.output_dir)
     try:
-        if resume:
-            log.line(f"resuming from {point.checkpoint or 'the start: no complete checkpoint'}")
-        for index in range(point.stage_index, len(cfg.stages)):
-            _run_stage(cfg, index, point.checkpoint, log)
-            point = after_stage(cfg.output_dir, index)
-        log.line(f"run complete in {duration(time.monotonic() - start)}: {cfg.output_dir}")
-    finally:
-        log.close()
+        with closing(RunLog(cfg.output_dir)) as log:
+            if resume:
+                log.line(f"resuming from {point.checkpoint or 'the start: no complete checkpoint'}")
+            for index in range(point.stage_index, len(cfg.stages)):
+                _run_stage(cfg, index, point.checkpoint, log)
+                point = after_stage(cfg.output_dir, index)
+            log.line(f"run complete in {duration(time.monotonic() - start)}: {cfg.output_dir}")
+    except (ConfigError, DataError, CheckpointError):
+        if not resume:
+            forget_unstarted(cfg.output_dir)
+        raise
     return run_summary(cfg, seconds=time.monotonic() - start)
 
 

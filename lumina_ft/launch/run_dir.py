@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
+from lumina_ft.checkpoint.directory import checkpoints_dir
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.config.yaml_file import dump_yaml
@@ -84,6 +85,17 @@ def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumeP
         dump_yaml(cfg, path / RUN_FILE)
     _record_environment(path / ENVIRONMENT_FILE)
     return point
+
+
+def forget_unstarted(path: Path) -> None:
+    """Remove what a launch wrote if it never made a step, so that a user's mistake leaves nothing behind."""
+    metrics = path / METRICS_FILE
+    if (metrics.exists() and metrics.stat().st_size) or checkpoints_dir(path).exists():
+        return
+    for name in _OWNED:
+        _remove(path / name)
+    if not any(path.iterdir()):
+        path.rmdir()
 
 
 def _check_overwrite(cfg: RunConfig, doomed: list[str]) -> None:

@@ -20,7 +20,7 @@ from lumina_ft.launch.failures import exit_code, read_failures, write_failure
 from lumina_ft.launch.foreign import with_world_size
 from lumina_ft.launch.local import rank_environment
 from lumina_ft.launch.plan_view import describe_run
-from lumina_ft.launch.run_dir import RunLog, prepare_run_dir
+from lumina_ft.launch.run_dir import RunLog, forget_unstarted, prepare_run_dir
 from lumina_ft.launch.summary import print_summary, run_summary
 from lumina_ft.tokens import PUBLISHED_MEDIA_IDS, PUBLISHED_TEXT_IDS, TokenSpec
 
@@ -322,3 +322,18 @@ def test_log_keeps_what_remained_on_the_screen(tmp_path: Path, capfdbinary) -> N
     sys.stderr.flush()
     assert (tmp_path / "log.txt").read_text() == "first\nhalf a line é\nbar 3/3\nrest\n"
     assert b"bar 2/3" in capfdbinary.readouterr().err, "the terminal gets everything"
+
+
+def test_a_run_without_a_step_is_forgotten_and_a_started_one_is_kept(make: Make) -> None:
+    cfg = make()
+    prepare_run_dir(cfg, resume=False, overwrite=False)
+    forget_unstarted(cfg.output_dir)
+    assert not cfg.output_dir.exists()
+    prepare_run_dir(cfg, resume=False, overwrite=False)
+    (cfg.output_dir / "notes.txt").write_text("mine")
+    forget_unstarted(cfg.output_dir)
+    assert [path.name for path in cfg.output_dir.iterdir()] == ["notes.txt"]
+    prepare_run_dir(cfg, resume=False, overwrite=False)
+    (cfg.output_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    forget_unstarted(cfg.output_dir)
+    assert (cfg.output_dir / "run.yaml").is_file()
