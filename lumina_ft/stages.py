@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
-from lumina_ft.config.schema import GROUPS_U2, RunConfig, expand_group, selected_groups
+from lumina_ft.config.groups import ADAPTER_GROUP, GROUPS_U2, expand_group
+from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class StagePlan:
         table = Table(title=f"stage {self.index + 1}: {self.name}")
         for heading in ("group", "tensors", "parameters", "lr"):
             table.add_column(heading, justify="left" if heading == "group" else "right")
-        for group in GROUPS_U2:
+        for group in (*GROUPS_U2, ADAPTER_GROUP):
             members = [p for p in self.params if p.group == group]
             if members:
                 lr = f"{self.lr[group]:.3g}" if group in self.lr else "frozen"
@@ -77,15 +78,18 @@ def plan_stage(cfg: RunConfig, index: int, params: Iterable[ParamInfo]) -> Stage
     stage = cfg.stages[index]
     known = tuple(params)
     present = {p.group for p in known}
-    assert present <= set(GROUPS_U2), f"unknown groups {sorted(present - set(GROUPS_U2))}"
+    assert present <= {*GROUPS_U2, ADAPTER_GROUP}, f"unknown groups {sorted(present - set(GROUPS_U2))}"
     base = stage.lr if stage.lr is not None else cfg.optim.lr
-    lr = {group: base for group in selected_groups(stage) if group in present}
+    lr = {group: base for group in cfg.trained_groups(index) if group in present}
+    if stage.lora == "train":
+        lr[ADAPTER_GROUP] = stage.group_lr.get(ADAPTER_GROUP, base)
     if not lr:
         raise ConfigError(
             f"stages.{index}.train — {list(stage.train)} minus {list(stage.freeze)} — names nothing in this model — "
             f"choose among {', '.join(g for g in GROUPS_U2 if g in present)}"
         )
-    specific_last = sorted(stage.group_lr, key=lambda name: -len(expand_group(name, "group_lr")))
+    named = [name for name in stage.group_lr if name != ADAPTER_GROUP]
+    specific_last = sorted(named, key=lambda name: -len(expand_group(name, "group_lr")))
     for name in specific_last:
         for group in expand_group(name, f"stages.{index}.group_lr"):
             if group in lr:

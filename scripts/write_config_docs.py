@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lumina_ft.config.data_schema import BuildConfig
-from lumina_ft.config.schema import GROUP_ALIASES_U2, GROUPS_U2, RunConfig
+from lumina_ft.config.groups import GROUP_ALIASES_U2, GROUPS_U2
+from lumina_ft.config.schema import RunConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lumina_ft.config.schema import Count, CountOrZero, Section
+from lumina_ft.config.fields import Count, CountOrZero, Section
 
 Task = Literal["text", "understand", "t2i"]
 

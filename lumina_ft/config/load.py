@@ -8,8 +8,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lumina_ft.config.data_schema import BuildConfig
+from lumina_ft.config.fields import Section
 from lumina_ft.config.overrides import PARTIAL_SECTIONS, apply_overrides, dotted
-from lumina_ft.config.schema import DataConfig, RunConfig, Section
+from lumina_ft.config.schema import DataConfig, RunConfig
 from lumina_ft.config.yaml_file import Key, YamlFile, dump_yaml, read_yaml
 from lumina_ft.errors import ConfigError, nearest
 

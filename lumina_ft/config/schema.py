@@ -4,72 +4,13 @@ The schema is the documentation: every field carries the sentence that the docs 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-GROUPS_U2 = (
-    "word_embeddings",
-    "image_embeddings",
-    "image_projection",
-    "attention",
-    "dense_mlp",
-    "router",
-    "shared_experts",
-    "experts",
-    "norms",
-    "lm_head",
-    "image_heads",
-    "codebook_head",
-)
-"""Freezing units of the `u2` family (design §4); every parameter belongs to exactly one."""
-
-GROUP_ALIASES_U2: dict[str, tuple[str, ...]] = {
-    "vision": ("image_embeddings", "image_projection"),
-    "heads": ("lm_head", "image_heads", "codebook_head"),
-    "backbone": ("attention", "dense_mlp", "router", "shared_experts", "experts", "norms"),
-    "all": GROUPS_U2,
-}
-
-
-def _number(value: Any) -> Any:
-    """Refuse `true` for 1, and accept `1e3` for 1000: YAML reads it as a float."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
-BelowOne = Annotated[float, BeforeValidator(_number), Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0)]
-NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0)]
-
-
-def _ascending(value: tuple[float, float]) -> tuple[float, float]:
-    if value[0] > value[1]:
-        raise ValueError(f"range {list(value)} must be ascending")
-    return value
-
-
-Range = Annotated[tuple[Fraction, Fraction], AfterValidator(_ascending)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, and a key that isn't declared is an error."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _expand_home(cls, value: Any) -> Any:
-        """A leading `~/` means the home directory, as in a shell."""
-        return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+from lumina_ft.config.fields import BelowOne, Count, CountOrZero, Fraction, NonNegative, Positive, Range, Section
+from lumina_ft.config.groups import ADAPTER_GROUP, GROUPS_U2, expand_group
+from lumina_ft.config.lora_schema import LoraConfig
 
 
 class ModelConfig(Section):
@@ -167,7 +108,7 @@ class StageConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     """Name in metrics, pictures and overrides; letters, digits, `_`, and after the first character `.-`."""
     train: tuple[str, ...] = ("all",)
-    """Parameter groups or aliases to train."""
+    """Parameter groups or aliases to train in full. In a stage that trains the adapter the default is none."""
     freeze: tuple[str, ...] = ()
     """Groups or aliases taken out of `train` again."""
     lr: Positive | None = None
@@ -182,6 +123,12 @@ class StageConfig(Section):
     """Overrides of the run's `data` section for this stage."""
     schedule: Literal["cosine", "linear", "constant"] | None = None
     """Default optim.schedule."""
+    lora: Literal["train", "freeze", "off"] = "off"
+    """`train` the adapter (a new one, or the one kept so far), keep it active but `freeze` it, or run without: `off`.
+    With a `lora` section the default is `train`."""
+    lora_at_end: Literal["keep", "merge", "drop"] = "keep"
+    """What the next stage starts from: the adapter as it is, weights with the adapter merged into them, or weights
+    without it. After the last stage `merge` leaves a plain model, `keep` and `drop` leave the adapter."""
 
     @model_validator(mode="after")
     def _length(self) -> "StageConfig":
@@ -236,7 +183,9 @@ class ParallelConfig(Section):
     threads_per_rank: CountOrZero = 0
     """CPU threads of a rank; 0: this machine's cores divided by its ranks."""
     timeout_minutes: Annotated[Positive, Field(le=525_600)] = 30.0
-    """Limit of one collective."""
+    """Limit of one collective; a longer one ends the run with a report on every rank."""
+    grace_seconds: Annotated[NonNegative, Field(le=86_400)] = 600.0
+    """After SIGTERM or Ctrl-C: time to finish the step and save before the ranks are killed; 0 kills at once."""
     master_port: Annotated[CountOrZero, Field(le=65_535)] = 0
     """0 takes a free port."""
 
@@ -252,11 +201,53 @@ class RunConfig(Section):
     """Drives order, noise, condition drops and random weights."""
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig | None = None
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_stages(cls, values: Any) -> Any:
+        """Defaults of a stage that depend on whether the run has an adapter; the resolved config states them."""
+        if not isinstance(values, dict):
+            return values
+        given = cast(dict[str, Any], values)
+        if not isinstance(given.get("stages"), list | tuple):
+            return values
+        default = "train" if given.get("lora") is not None else "off"
+        stages: list[Any] = []
+        for stage in cast(list[Any], given["stages"]):
+            if isinstance(stage, dict):
+                stage = {"lora": default, **cast(dict[str, Any], stage)}
+                if stage["lora"] == "train":
+                    stage = {"train": (), **stage}
+            stages.append(stage)
+        return {**given, "stages": stages}
+
+    @model_validator(mode="after")
+    def _adapter_course(self) -> "RunConfig":
+        """The adapter's way through the stages must be possible, and said outright where there is a choice."""
+        held = False
+        for i, stage in enumerate(self.stages):
+            key = f"stages.{i}.lora"
+            if stage.lora != "off" and self.lora is None:
+                raise ValueError(f"{key}={stage.lora!r} needs a `lora` section; add one, or set {key}: off")
+            if stage.lora == "freeze" and not held:
+                raise ValueError(f"{key}='freeze': no earlier stage keeps an adapter that could be frozen; use train")
+            if stage.lora == "off" and held:
+                raise ValueError(
+                    f"{key}='off': stage {self.stages[i - 1].name!r} keeps its adapter; set stages.{i - 1}.lora_at_end "
+                    "to merge or drop, or this stage's lora to freeze"
+                )
+            if stage.lora == "off" and stage.lora_at_end != "keep":
+                raise ValueError(f"stages.{i}.lora_at_end={stage.lora_at_end!r}: the stage has no adapter; remove it")
+            held = stage.lora != "off" and stage.lora_at_end == "keep"
+        if self.lora is not None and all(stage.lora == "off" for stage in self.stages):
+            raise ValueError("lora: every stage has lora: off; remove the section, or let a stage train it")
+        return self
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "RunConfig":
@@ -266,9 +257,12 @@ class RunConfig(Section):
                 raise ValueError(f"stages: the name {name!r} occurs {names.count(name)} times; names must differ")
         for i, stage in enumerate(self.stages):
             self.stage_data(i)
-            groups = selected_groups(stage)
+            groups = self.trained_groups(i)
             for key in stage.group_lr:
-                if not set(expand_group(key, f"stages.{i}.group_lr")) & set(groups):
+                if key == ADAPTER_GROUP:
+                    if stage.lora != "train":
+                        raise ValueError(f"stages.{i}.group_lr: stage {stage.name!r} trains no adapter; remove 'lora'")
+                elif not set(expand_group(key, f"stages.{i}.group_lr")) & set(groups):
                     raise ValueError(f"stages.{i}.group_lr: {key!r} is frozen in stage {stage.name!r}; remove it")
         if self.train.packs_per_step % self.parallel.ranks:
             per_rank = -(-self.train.packs_per_step // self.parallel.ranks)
@@ -278,6 +272,16 @@ class RunConfig(Section):
             )
         return self
 
+    def trained_groups(self, index: int) -> tuple[str, ...]:
+        """Groups of base weights that stage `index` trains in full, in canonical order.
+
+        Raises:
+            ValueError: an unknown name, or the stage trains nothing at all.
+        """
+        stage = self.stages[index]
+        beside = self.lora.modules_to_save if self.lora is not None and stage.lora == "train" else ()
+        return selected_groups(stage, beside)
+
     def stage_data(self, index: int) -> DataConfig:
         """The data section of stage `index`, with that stage's overrides."""
         merged = {**self.data.model_dump(), **self.stages[index].data}
@@ -286,30 +290,18 @@ class RunConfig(Section):
         return DataConfig.model_validate(merged)
 
 
-def expand_group(name: str, key: str) -> tuple[str, ...]:
-    """Groups behind a group name or alias.
+def selected_groups(stage: StageConfig, beside_adapter: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Groups of base weights that a stage trains, in canonical order.
 
-    Raises:
-        ValueError: unknown name, with the nearest known one.
-    """
-    if name in GROUPS_U2:
-        return (name,)
-    if name in GROUP_ALIASES_U2:
-        return GROUP_ALIASES_U2[name]
-    from lumina_ft.errors import nearest
-
-    known = [*GROUPS_U2, *GROUP_ALIASES_U2]
-    raise ValueError(f"{key}: unknown parameter group {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-
-
-def selected_groups(stage: StageConfig) -> tuple[str, ...]:
-    """Trainable groups of a stage in canonical order.
+    Args:
+        beside_adapter: `lora.modules_to_save` in a stage that trains the adapter.
 
     Raises:
         ValueError: an unknown name, or nothing left to train.
     """
     chosen = {g for name in stage.train for g in expand_group(name, f"stage {stage.name!r}.train")}
+    chosen |= {g for name in beside_adapter for g in expand_group(name, "lora.modules_to_save")}
     chosen -= {g for name in stage.freeze for g in expand_group(name, f"stage {stage.name!r}.freeze")}
-    if not chosen:
+    if not chosen and stage.lora != "train":
         raise ValueError(f"stage {stage.name!r} trains nothing: train={list(stage.train)} freeze={list(stage.freeze)}")
     return tuple(g for g in GROUPS_U2 if g in chosen)

@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lumina_ft.config.schema import GROUPS_U2, RunConfig
+from lumina_ft.config.groups import GROUPS_U2
+from lumina_ft.config.schema import RunConfig
 from lumina_ft.launch.checks import check_run, choose_port
 from lumina_ft.stages import ParamInfo, plan_stage
 

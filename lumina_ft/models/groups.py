@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterable
 
+from lumina_ft.config.groups import ADAPTER_GROUP
+
 _LAYER = r"model\.layers\.\d+\."
 
-# Row of the published size table -> (freezing unit of `config.schema.GROUPS_U2`, pattern of the packed parameter name).
+# Row of the published size table -> (freezing unit of `config.groups.GROUPS_U2`, pattern of the packed parameter name).
 _ROWS: dict[str, tuple[str, str]] = {
     "text_embeddings": ("word_embeddings", r"model\.word_embeddings\.weight"),
     "image_embeddings": ("image_embeddings", r"model\.img_embeddings\.\d+\.weight"),
@@ -25,6 +27,19 @@ SIZE_ROWS = tuple(_ROWS)
 """Rows of the size table, in the order in which it is printed."""
 
 
+_ADAPTER_PART = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter of a model with PEFT layers belongs to an adapter."""
+    return _ADAPTER_PART.search(name) is not None
+
+
+def base_name(name: str) -> str:
+    """Name of a base tensor as in checkpoints: PEFT's layers hold the adapted module as `base_layer`."""
+    return name.replace(".base_layer.", ".")
+
+
 def size_row_of(name: str) -> str:
     """Row of the size table that counts a parameter.
 
@@ -37,8 +52,8 @@ def size_row_of(name: str) -> str:
 
 
 def group_of(name: str) -> str:
-    """Freezing unit of a parameter, one of `config.schema.GROUPS_U2`."""
-    return _ROWS[size_row_of(name)][0]
+    """Freezing unit of a parameter: one of `config.groups.GROUPS_U2`, or `lora`."""
+    return ADAPTER_GROUP if is_adapter_name(name) else _ROWS[size_row_of(base_name(name))][0]
 
 
 def row_sizes(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

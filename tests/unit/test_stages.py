@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from lumina_ft.config.schema import GROUPS_U2, RunConfig
+from lumina_ft.config.groups import GROUPS_U2
+from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
 from lumina_ft.stages import ParamInfo, apply_plan, plan_stage
 

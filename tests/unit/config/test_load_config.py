@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumina_ft.config.groups import expand_group
 from lumina_ft.config.load import RECIPES, dump_yaml, find_config, load_build, load_run
-from lumina_ft.config.schema import RunConfig, StageConfig, expand_group, selected_groups
+from lumina_ft.config.schema import RunConfig, StageConfig, selected_groups
 from lumina_ft.config.yaml_file import read_yaml
 from lumina_ft.errors import ConfigError
 

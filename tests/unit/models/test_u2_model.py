@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lumina_ft.config.schema import GROUPS_U2
+from lumina_ft.config.groups import GROUPS_U2
 from lumina_ft.errors import ConfigError
 from lumina_ft.kernels import route
 from lumina_ft.models.groups import group_of, row_sizes
