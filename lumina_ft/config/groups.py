@@ -27,7 +27,7 @@ GROUP_ALIASES_U2: dict[str, tuple[str, ...]] = {
 
 
 ADAPTER_GROUP = "lora"
-"""Freezing unit of adapter parameters. A stage trains it through its key `lora`, not `train`; `group_lr` may name it."""
+"""Freezing unit of adapter parameters. A stage trains it by its key `lora`, not by `train`; `group_lr` may name it."""
 
 ADAPTER_MODULE_GROUPS = (
     "word_embeddings",

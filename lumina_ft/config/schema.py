@@ -216,7 +216,7 @@ class RunConfig(Section):
             return values
         given = cast(dict[str, Any], values)
         if not isinstance(given.get("stages"), list | tuple):
-            return values
+            return given
         default = "train" if given.get("lora") is not None else "off"
         stages: list[Any] = []
         for stage in cast(list[Any], given["stages"]):
