@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 
 from lumina_ft.config.groups import ADAPTER_GROUP, GROUPS_U2, expand_group
-from lumina_ft.config.schema import RunConfig
+from lumina_ft.config.schema import RunConfig, selected_groups
 from lumina_ft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def plan_stage(cfg: RunConfig, index: int, params: Iterable[ParamInfo]) -> Stage
     lr = {group: base for group in cfg.trained_groups(index) if group in present}
     if stage.lora == "train":
         lr[ADAPTER_GROUP] = stage.group_lr.get(ADAPTER_GROUP, base)
-    if not lr:
+    if stage.train and not present & set(selected_groups(stage)) or not lr:
         raise ConfigError(
             f"stages.{index}.train — {list(stage.train)} minus {list(stage.freeze)} — names nothing in this model — "
             f"choose among {', '.join(g for g in GROUPS_U2 if g in present)}"

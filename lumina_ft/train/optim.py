@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from lumina_ft.config.schema import OptimConfig
+from lumina_ft.models.groups import is_adapter_b
 from lumina_ft.parallel.zero3 import full_shape
 from lumina_ft.stages import StagePlan
 
@@ -15,7 +16,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 def build_optimizer(
-    params: Mapping[str, Parameter], plan: StagePlan, cfg: OptimConfig
+    params: Mapping[str, Parameter], plan: StagePlan, cfg: OptimConfig, *, lr_ratio: float = 1.0
 ) -> tuple[torch.optim.AdamW, dict[str, float]]:
     """AdamW over the trained parameters.
 
@@ -24,6 +25,7 @@ def build_optimizer(
 
     Args:
         params: every parameter of the model by name.
+        lr_ratio: LoRA+ (arXiv:2402.12354): learning rate of an adapter's B matrices as a multiple of the others'.
 
     Returns:
         The optimizer and the peak learning rate of each group, by the group's `name`.
@@ -32,7 +34,8 @@ def build_optimizer(
     for info in plan.trained:
         param = params[info.name]
         decay = cfg.weight_decay if len(full_shape(param)) > 1 else 0.0
-        members.setdefault((plan.lr[info.group], decay), []).append(param)
+        ratio = lr_ratio if is_adapter_b(info.name) else 1.0
+        members.setdefault((plan.lr[info.group] * ratio, decay), []).append(param)
     groups = []
     peaks: dict[str, float] = {}
     for (lr, decay), group in members.items():

@@ -1,0 +1,194 @@
+"""What an adapter directory may hold: its keys, shapes and configuration, checked from headers alone.
+
+`adapter_config.json` and `adapter_model.safetensors`, whose keys are `base_model.model.<module>.lora_A.weight` [r, I],
+`….lora_B.weight` [O, r] and, for DoRA, `….lora_magnitude_vector` [O]; whole modules beside the adapter
+(`modules_to_save`) are stored under their own names. O outputs, I inputs, r rank.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lumina_ft.adapters.targets import matches_pattern, scale_of
+from lumina_ft.errors import CheckpointError
+from lumina_ft.models.identity import BaseIdentity
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_KEY = "lumina_ft.base"
+BASE_TENSORS_KEY = "lumina_ft.base_tensors"
+PREFIX = "base_model.model."
+
+_PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|magnitude_vector(\.weight)?)")
+FLOATS = ("F64", "F32", "F16", "BF16")
+_READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "lora_dropout",
+    "modules_to_save",
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "target_parameters",
+}
+_WITHOUT_EFFECT = {
+    "alpha_pattern",
+    "auto_mapping",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+"""Keys that choose where PEFT puts an adapter, or how it begins; the tensors say both."""
+_HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base as it is; after others the adapter belongs to a residual that no file holds."""
+
+
+class PairInfo(NamedTuple):
+    """What is known of an adapted layer from headers alone."""
+
+    rank: int
+    alpha: float
+    scale: float
+    in_features: int
+    out_features: int
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path} — not found — an adapter directory holds a {CONFIG_FILE} — check the path")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} — {error} — must be a JSON object — copy it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} — {type(config).__name__} — must be a JSON object — copy it again")
+    return config
+
+
+def check_config(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse what would change the meaning of the tensors."""
+    path = directory / CONFIG_FILE
+
+    def refuse(key: str, rule: str) -> CheckpointError:
+        return CheckpointError(f"{path} — {key}: {config.get(key)!r} — {rule}")
+
+    if config.get("peft_type") != "LORA":
+        raise refuse("peft_type", "only LORA is read — convert the adapter with PEFT first")
+    if config.get("target_parameters"):
+        raise refuse("target_parameters", "adapters on parameters (fused experts) aren't read — adapt linear layers")
+    if config.get("bias") not in (None, "none"):
+        raise refuse("bias", "trained biases aren't read — export the adapter with bias: none")
+    if config.get("fan_in_fan_out"):
+        raise refuse("fan_in_fan_out", "the models here have no transposed layers — it belongs to another model")
+    init = config.get("init_lora_weights", True)
+    if not any(init is known or (isinstance(known, str) and init == known) for known in _HARMLESS_INITS):
+        raise refuse(
+            "init_lora_weights",
+            "such an adapter belongs to a changed base — save it with PEFT's path_initial_model_for_weight_conversion",
+        )
+    if type(config.get("r")) is not int or not isinstance(config.get("lora_alpha"), int | float):
+        raise refuse("r", "r and lora_alpha must be numbers — copy the file again")
+    for key, value in config.items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}, "", 0):
+            raise refuse(key, "a kind of LoRA that isn't read here — merge it with PEFT, or train without it")
+
+
+def sort_keys(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], saved: tuple[str, ...]
+) -> tuple[dict[str, dict[str, str]], dict[str, tuple[int, ...]]]:
+    """Keys per adapted layer (`a`, `b`, `magnitude`), and shapes of tensors of whole modules by native name."""
+    parts: dict[str, dict[str, str]] = {}
+    modules: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        name = key.removeprefix(PREFIX)
+        part = _PART.fullmatch(name)
+        if name == key or ".base_layer." in name:
+            raise CheckpointError(
+                f"{path} — {key} — keys start with {PREFIX!r} and name linear layers — export the adapter with PEFT"
+            )
+        if part is not None:
+            slot = {"A": "a", "B": "b", "m": "magnitude"}[part["part"][0]]
+            parts.setdefault(part["module"], {})[slot] = key
+        elif ".lora_" not in name and any(_inside(entry, name) for entry in saved):
+            modules[name] = shape
+        else:
+            raise CheckpointError(
+                f"{path} — {key} — is neither lora_A, lora_B nor lora_magnitude_vector of a linear layer, nor in "
+                f"modules_to_save ({', '.join(saved) or 'none'}) — an unknown layout, which isn't read"
+            )
+    for entry in saved:
+        if not any(_inside(entry, name) for name in modules):
+            raise CheckpointError(f"{path} — modules_to_save: {entry!r} — has no tensor in the file — export it again")
+    return parts, modules
+
+
+def _inside(entry: str, name: str) -> bool:
+    """Whether a tensor belongs to a module that `modules_to_save` names, by a full name or a dotted suffix."""
+    return f".{entry}." in f".{name}"
+
+
+def pair_info(
+    path: Path,
+    module: str,
+    keys: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+) -> PairInfo:
+    """Check one layer's tensors against each other and the configuration."""
+    use_dora = bool(config.get("use_dora"))
+    wanted = {"a", "b"} | ({"magnitude"} if use_dora else set())
+    if set(keys) != wanted:
+        names = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector"}
+        raise CheckpointError(
+            f"{path} — {module}: holds {', '.join(names[k] for k in sorted(keys))} — with use_dora={use_dora} a layer "
+            f"has {', '.join(names[k] for k in sorted(wanted))} — export the adapter again"
+        )
+    rank = _pattern_value(config, "rank_pattern", module, config["r"])
+    alpha = float(_pattern_value(config, "alpha_pattern", module, config["lora_alpha"]))
+    a, b = shapes[keys["a"]], shapes[keys["b"]]
+    if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank or 0 in (*a, *b):
+        raise CheckpointError(
+            f"{path} — {module}: lora_A {list(a)}, lora_B {list(b)} — must be [{rank}, inputs] and [outputs, {rank}] "
+            f"for the configured rank {rank} — tensors and {CONFIG_FILE} are of different exports: copy them again"
+        )
+    if use_dora and shapes[keys["magnitude"]] != (b[0],):
+        raise CheckpointError(
+            f"{path} — {module}: lora_magnitude_vector {list(shapes[keys['magnitude']])} — must be [{b[0]}] — "
+            "export the adapter again"
+        )
+    return PairInfo(rank, alpha, scale_of(rank, alpha, use_rslora=bool(config.get("use_rslora"))), a[1], b[0])
+
+
+def _pattern_value(config: Mapping[str, Any], pattern: str, module: str, default: Any) -> Any:
+    entries: dict[str, Any] = config.get(pattern) or {}
+    return next((value for key, value in entries.items() if matches_pattern(key, module)), default)
+
+
+def read_base(path: Path, metadata: Mapping[str, str]) -> BaseIdentity | None:
+    if BASE_KEY not in metadata:
+        return None
+    try:
+        return BaseIdentity(metadata[BASE_KEY], dict(json.loads(metadata.get(BASE_TENSORS_KEY, "{}"))))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} — metadata {BASE_TENSORS_KEY}: {error} — must be a JSON object — copy the file again"
+        ) from error
