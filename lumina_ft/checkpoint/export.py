@@ -12,8 +12,8 @@ import torch
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK, Layout
 from lumina_ft.models.matching import Match, match_checkpoint, read_native
+from lumina_ft.models.native import channel_mask, model_tensors
 from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, TensorSpec
-from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import ModelWriter, read_config_json
 
@@ -67,7 +67,7 @@ def convert(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with CheckpointReader(source) as reader:
-            match = match_checkpoint(reader, native_shapes(config), config)
+            match = match_checkpoint(reader, model_tensors(config).shapes, config)
             specs = _specs(reader, match)
             if config.has_image and CHANNEL_MASK not in specs:
                 # The published code leaves this buffer uninitialised when a checkpoint doesn't hold it.
@@ -88,7 +88,7 @@ def convert(
             ) as out:
                 for name in specs:
                     found = match.sources.get(name)
-                    out.write(name, channel_mask(config) if found is None else read_native(reader, found))
+                    out.write(name, channel_mask(config.id_columns) if found is None else read_native(reader, found))
         shards = len(list(partial.glob("*.safetensors")))
         partial.rename(output)
     except BaseException:
@@ -96,19 +96,6 @@ def convert(
         raise
     data_bytes = sum(spec.num_bytes for spec in specs.values())
     return ConvertSummary(match.layout, layout, out.num_tensors, data_bytes, shards, output)
-
-
-def native_shapes(config: U2Config) -> dict[str, tuple[int, ...]]:
-    """Shape of every persistent tensor of a model, by native name; nothing is allocated."""
-    with torch.device("meta"):
-        model = U2ForDiffusion(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def channel_mask(config: U2Config) -> torch.Tensor:
-    """The causal mask over codebooks as the published code stores it: [C, C] bf16, -inf above the diagonal."""
-    columns = config.id_columns
-    return torch.full((columns, columns), -torch.inf, dtype=torch.bfloat16).triu(1)
 
 
 def _specs(reader: CheckpointReader, match: Match) -> dict[str, TensorSpec]:

@@ -15,7 +15,7 @@ from lumina_ft.monitor.progress import duration
 
 
 def run_summary(cfg: RunConfig, seconds: float) -> dict[str, Any]:
-    """The stages' own summaries, each with its checkpoint, and the model that came out.
+    """The stages' own summaries, each with its checkpoint, and the model (with an adapter: its base) that came out.
 
     Args:
         seconds: wall time of this launch.
@@ -25,6 +25,7 @@ def run_summary(cfg: RunConfig, seconds: float) -> dict[str, Any]:
     told = {entry["index"]: entry for entry in entries}
     stages: list[dict[str, Any]] = []
     model: Path | None = None
+    adapter: Path | None = None
     for index in range(len(cfg.stages)):
         end = stage_end(cfg.output_dir, index)
         if end is None:
@@ -35,11 +36,12 @@ def run_summary(cfg: RunConfig, seconds: float) -> dict[str, Any]:
         known |= {"seconds": state.seconds, "tokens": state.tokens} | told.get(index, {})
         known.pop("expert_counts", None)
         stages.append(known | {"checkpoint": str(end.path)})
-        model = end.model_dir
+        model, adapter = end.model_dir, end.adapter_dir
     return {
         "run_dir": str(cfg.output_dir),
         "stages": stages,
         "model": str(model) if model else None,
+        "adapter": str(adapter) if adapter else None,
         "seconds": round(seconds, 1),
     }
 
@@ -54,3 +56,5 @@ def print_summary(summary: dict[str, Any]) -> None:
     console = Console(file=sys.stdout)
     console.print(table)
     console.print(f"model: {summary['model']}", soft_wrap=True)
+    if summary["adapter"]:
+        console.print(f"adapter: {summary['adapter']}", soft_wrap=True)

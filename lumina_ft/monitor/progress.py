@@ -89,17 +89,32 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def counted(what: str) -> Iterator[Callable[[int, int], None]]:
+def counted(what: str, *, quiet_seconds: float = 0.0) -> Iterator[Callable[[int, int], None]]:
     """Progress of a count on stderr; yields the function to call with (done, total).
 
     On a terminal a bar, otherwise a plain line every 10 seconds.
+
+    Args:
+        quiet_seconds: nothing is shown before; what is done by then isn't worth a bar.
     """
-    last_line = time.monotonic()
+    start = last_line = time.monotonic()
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        bar = Progress(*columns, console=Console(stderr=True))
+        task = bar.add_task(what, total=None)
+
+        def draw(done: int, total: int) -> None:
+            if not bar.live.is_started and time.monotonic() - start >= quiet_seconds:
+                bar.start()
+            bar.update(task, completed=done, total=total)
+
+        if not quiet_seconds:
+            bar.start()
+        try:
+            yield draw
+        finally:
+            if bar.live.is_started:
+                bar.stop()
         return
 
     def plain(done: int, total: int) -> None:

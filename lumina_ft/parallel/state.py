@@ -29,31 +29,37 @@ class _Fragment(NamedTuple):
     start: int
 
 
-def gather_state(engine: "Engine", params: Mapping[str, Parameter]) -> Iterator[tuple[str, StateKey, Tensor | None]]:
+def gather_state(
+    engine: "Engine", params: Mapping[str, Parameter], destinations: Mapping[tuple[str, StateKey], int] | None = None
+) -> Iterator[tuple[str, StateKey, Tensor | None]]:
     """Whole state tensors, one at a time. Collective: every rank iterates to the end.
 
     Args:
-        params: trainable parameters by name, in the same order on all ranks.
+        params: trainable parameters by name.
+        destinations: rank that gets each tensor, in the order in which they come, the same on all ranks; default: rank
+            0 gets all.
 
     Yields:
-        (name, key, fp32 CPU tensor of the parameter's full shape on rank 0, None elsewhere).
+        (name, key, fp32 CPU tensor of the parameter's full shape on its destination, None elsewhere).
     """
     _create_state(engine)
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
-    for name, param in params.items():
+    if destinations is None:
+        destinations = {(name, key): 0 for name in params for key in STATE_KEYS}
+    for (name, key), target in destinations.items():
+        param = params[name]
         shape = full_shape(param)
-        for key in STATE_KEYS:
-            fragment = _fragment(engine, param, key)
-            if engine.zero_stage == 0 or size == 1:
-                assert fragment is not None, f"{name}: no {key}"
-                yield name, key, fragment.view.detach().reshape(shape).to("cpu", copy=True) if rank == 0 else None
-                continue
-            whole = torch.zeros(shape.numel(), dtype=torch.float32, device=param.device)
-            if fragment is not None:
-                whole[fragment.start : fragment.start + fragment.view.numel()] = fragment.view
-            # As integers: exactly one rank contributes, and 0 + x keeps every bit (as floats, -0.0 would become 0.0).
-            torch_dist.reduce(whole.view(torch.int32), dst=0)
-            yield name, key, whole.reshape(shape).cpu() if rank == 0 else None
+        fragment = _fragment(engine, param, key)
+        if engine.zero_stage == 0 or size == 1:
+            assert fragment is not None, f"{name}: no {key}"
+            yield name, key, fragment.view.detach().reshape(shape).to("cpu", copy=True) if rank == target else None
+            continue
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=param.device)
+        if fragment is not None:
+            whole[fragment.start : fragment.start + fragment.view.numel()] = fragment.view
+        # As integers: exactly one rank contributes, and 0 + x keeps every bit (as floats, -0.0 would become 0.0).
+        torch_dist.reduce(whole.view(torch.int32), dst=target)
+        yield name, key, whole.reshape(shape).cpu() if rank == target else None
 
 
 def load_state(
@@ -64,7 +70,8 @@ def load_state(
     The model's own weights must be loaded already: in bf16 they equal the rounded masters.
 
     Args:
-        read: full fp32 tensor of (name, key); called for every parameter and key, on every rank.
+        read: full fp32 tensor of (name, key); called where this rank has a part of it. A view of a mapped file will do:
+            only the part is touched.
         adam_steps: optimizer steps that the moments have seen (bias correction).
     """
     _create_state(engine)

@@ -45,9 +45,15 @@ def test_equal_fingerprints_pass_and_a_difference_is_named_with_both_values():
         check_fingerprint(checkpoint, {"seed": 4, "dtype": "a"})
 
 
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    (folder / "optimizer").mkdir()
+    path = folder / "optimizer" / "optimizer.safetensors"
+    save_file(tensors, path)
+    return path
+
+
 def test_truncated_optimizer_file_is_named(tmp_path):
-    path = tmp_path / "optimizer.safetensors"
-    save_file({"w::master": torch.ones(2)}, path)
+    path = store(tmp_path, {"w::master": torch.ones(2)})
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors — .*must be a complete safetensors file"):
         load_optimizer(Checkpoint(tmp_path, state()), NOT_REACHED, {"w": Parameter(torch.ones(2))})
@@ -62,7 +68,7 @@ def test_truncated_optimizer_file_is_named(tmp_path):
     ],
 )
 def test_state_of_other_parameters_is_refused(tmp_path, stored, message):
-    save_file({name: torch.ones(shape) for name, shape in stored.items()}, tmp_path / "optimizer.safetensors")
+    store(tmp_path, {name: torch.ones(shape) for name, shape in stored.items()})
     with pytest.raises(CheckpointError, match=message):
         load_optimizer(Checkpoint(tmp_path, state()), NOT_REACHED, {"w": Parameter(torch.ones(2))})
 
