@@ -28,15 +28,19 @@ class RunError(LuminaError):
     """The run itself failed (non-finite loss, lost rank). Exit code 1, not 2."""
 
 
-class Interrupted(Exception):
-    """A signal told the run to stop, and it has; nobody's error.
+class Interrupted(BaseException):
+    """A signal told us to stop; nobody's error, so `except Exception` doesn't take it for one.
 
     Attributes:
+        number: the signal.
+        detail: what is saved, and how to continue.
         exit_code: 130 for SIGINT, 143 for SIGTERM.
     """
 
-    def __init__(self, number: int, how_to_continue: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} — {how_to_continue}")
+    def __init__(self, number: int, detail: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} — {detail}")
+        self.number = number
+        self.detail = detail
         self.exit_code = 128 + number
 
 

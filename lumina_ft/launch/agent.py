@@ -1,4 +1,4 @@
-"""`python -m lumina_ft.launch.agent --ranks N --port P --run-dir D -- ARGS…`: torchrun for one stage on this machine.
+"""`python -m lumina_ft.launch.agent --parent PID --ranks N --port P --run-dir D -- ARGS…`: torchrun for one stage.
 
 The same as `python -m torch.distributed.run --nproc-per-node N --master-port P -m lumina_ft.launch.rank ARGS…`, but a
 failed rank doesn't print torchrun's own traceback and report: the rank's error file says what matters, and the death
@@ -7,12 +7,12 @@ of a rank by a signal is written down here, since the rank no longer can.
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -25,28 +25,35 @@ def main(argv: list[str]) -> int:
     """Start the ranks of one stage and wait for them.
 
     Returns:
-        0; 1 when a rank failed; 128 + N when told to stop by signal N.
+        0; 1 when a rank failed or was interrupted: its report says which.
     """
     parser = argparse.ArgumentParser(prog="lumina_ft.launch.agent")
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("rank_args", nargs="*")
     args = parser.parse_args(argv)
-    die_with_parent(signal.SIGTERM)
+    # The parent has blocked SIGTERM and SIGINT in this process: it alone decides when the ranks end.
+    die_with_parent(args.parent)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = ["--nproc-per-node", str(args.ranks), "--master-addr", "127.0.0.1", "--master-port", str(args.port)]
-    module = ["-m", "lumina_ft.launch.rank", "--run-dir", str(args.run_dir), *args.rank_args]
+    module = [
+        "-m",
+        "lumina_ft.launch.rank",
+        "--agent",
+        str(os.getpid()),
+        "--run-dir",
+        str(args.run_dir),
+        *args.rank_args,
+    ]
     try:
         run(parse_args([*options, *module]))
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
-            # torchrun ends the other ranks with SIGTERM once one has failed: no news.
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            if failure.exitcode < 0:
                 write_failure(args.run_dir, rank, _killed(rank, -failure.exitcode), time.time())
         return EXIT_BUG
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
     return 0
 
 

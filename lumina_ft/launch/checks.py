@@ -68,8 +68,10 @@ def _output_problems(cfg: RunConfig) -> Iterator[str]:
     nearest_existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest_existing.is_dir():
         yield f"output_dir — {str(path)!r} — {nearest_existing} is a file — must be a directory; choose another"
-    elif not os.access(nearest_existing, os.W_OK):
-        yield f"output_dir — {str(path)!r} — {nearest_existing} is not writable — choose another directory"
+        return
+    for folder in (nearest_existing, path / "checkpoints"):
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            yield f"output_dir — {str(path)!r} — {folder} is not writable — choose another directory"
 
 
 def _model_problems(cfg: RunConfig) -> Iterator[str]:

@@ -8,35 +8,28 @@ uses its own prefix in the launcher's store.
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
-from lumina_ft.errors import ConfigError
+from lumina_ft.errors import ConfigError, Interrupted, LuminaError, RunError
 from lumina_ft.launch.checks import check_run
+from lumina_ft.launch.environment import end_rank, is_main_rank, let_another_rank_speak
+from lumina_ft.launch.failures import EXIT_BUG, explained, read_failures, write_failure
 from lumina_ft.launch.rank import execute_stage
-from lumina_ft.launch.resume import ResumePoint, after_stage, resume_point
+from lumina_ft.launch.resume import ResumePoint, after_stage
 from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, prepare_run_dir
+from lumina_ft.launch.shared_point import share_point
 from lumina_ft.launch.summary import run_summary
+from lumina_ft.train.stop import StopRequest
 
 STAGE_ENV = "LUMINA_FT_FOREIGN_STAGE"
 """Set by a rank for its next incarnation: index of the stage to run; the run directory is ready by then."""
 
 START_ENV = "LUMINA_FT_FOREIGN_START"
 """Set with it: when the first stage started, in unix seconds."""
-
-_SPEAK_AFTER_SECONDS = 5.0
-
-
-def is_foreign() -> bool:
-    """Whether another launcher started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_main_rank() -> bool:
-    """Rank 0, or a process that isn't a rank."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def with_world_size(cfg: RunConfig) -> RunConfig:
@@ -59,15 +52,34 @@ def with_world_size(cfg: RunConfig) -> RunConfig:
     return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"ranks": size})})
 
 
-def run_foreign(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+def run_foreign(
+    cfg: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    tell: Callable[[RunError], None],
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
     """Run one stage in this process, then become the next one; the last stage returns.
+
+    Args:
+        tell: says why the run ends where that can't be raised, because this process hangs.
+        stop: set by signals of this process, from `listen_as_rank`; None: nobody asks the training loop to stop.
 
     Returns:
         The summary that `--json` prints.
 
     Raises:
         LuminaError: the config or the stage failed. Every rank raises; see `wait_for_main_rank`.
+        Interrupted: a rank was told to stop; what is done is saved. Every rank raises.
     """
+
+    def tell_hang(error: RunError, speaks: bool) -> None:
+        if speaks:
+            tell(error)
+        else:
+            let_another_rank_speak()
+
     start = float(os.environ.setdefault(START_ENV, str(time.time())))
     if STAGE_ENV in os.environ:
         # The user may have edited the config file since the run began.
@@ -77,20 +89,48 @@ def run_foreign(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, A
         cfg = with_world_size(cfg)
         point = _first_point(cfg, resume=resume, overwrite=overwrite)
     if point.stage_index < len(cfg.stages):
-        # The launcher owns our output, so rank 0 keeps its own log.
-        log_file = cfg.output_dir / LOG_FILE if is_main_rank() else None
-        execute_stage(cfg, point.stage_index, resume=point.checkpoint, run_dir=cfg.output_dir, log_file=log_file)
+        _train(cfg, point, stop or StopRequest(), tell_hang)
         if point.stage_index + 1 < len(cfg.stages):
             _become_stage(point.stage_index + 1)
     return run_summary(cfg, seconds=time.time() - start)
 
 
+def _train(cfg: RunConfig, point: ResumePoint, stop: StopRequest, on_hang: Callable[[RunError, bool], None]) -> None:
+    run_dir, rank = cfg.output_dir, int(os.environ.get("RANK", "0"))
+    # The launcher owns our output, so rank 0 keeps its own log.
+    log_file = run_dir / LOG_FILE if is_main_rank() else None
+    try:
+        execute_stage(
+            cfg,
+            point.stage_index,
+            resume=point.checkpoint,
+            run_dir=run_dir,
+            stop=stop,
+            on_hang=on_hang,
+            log_file=log_file,
+        )
+    except Interrupted as stopped:
+        raise explained(stopped, run_dir, "the same command and --resume") from None
+    except Exception as error:
+        if not isinstance(error, LuminaError) and any(told.rank != rank for told in read_failures(run_dir)):
+            # A consequence. The rank that reported the cause will tell it, after it has waited for us to.
+            let_another_rank_speak(2)
+            end_rank(EXIT_BUG)
+        write_failure(run_dir, rank, error, time.time())
+        raise
+
+
 def _first_point(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumePoint:
     check_run(cfg)
-    if is_main_rank():
-        return prepare_run_dir(cfg, resume=resume, overwrite=overwrite)
     # The others meet rank 0 in the process group, which it joins only when the directory is ready, or not at all.
-    return resume_point(cfg.output_dir) if resume else ResumePoint(0, None)
+    point = prepare_run_dir(cfg, resume=resume, overwrite=overwrite) if is_main_rank() else ResumePoint(0, None)
+    if not resume:
+        return point
+    if is_main_rank():
+        sys.stderr.write(f"{point.describe()}\n")
+        with (cfg.output_dir / LOG_FILE).open("a", encoding="utf-8") as log:
+            log.write(f"{point.describe()}\n")
+    return share_point(point, cfg.parallel.timeout_minutes)
 
 
 def _become_stage(index: int) -> NoReturn:
@@ -105,20 +145,3 @@ def _become_stage(index: int) -> NoReturn:
             with suppress(OSError):
                 os.set_inheritable(int(name), False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def wait_for_main_rank() -> None:
-    """Let rank 0 speak first about an error that every rank has met: its exit makes the launcher end the others."""
-    if is_foreign() and not is_main_rank():
-        time.sleep(_SPEAK_AFTER_SECONDS)
-
-
-def end_rank(code: int) -> None:
-    """End a rank of another launcher at once; does nothing in any other process.
-
-    A failed rank must not wait in the destructors of a process group whose other ranks are stuck in a collective.
-    """
-    if is_foreign():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

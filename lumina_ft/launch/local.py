@@ -1,26 +1,21 @@
-"""The parent process of a run on this machine: one torchrun per stage, signals passed on, failures told once."""
+"""The parent process of a run on this machine: one torchrun per stage, failures told once, stops explained."""
 
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
-
-import psutil
+from typing import Any
 
 from lumina_ft.config.schema import RunConfig, StageConfig
-from lumina_ft.errors import CheckpointError, ConfigError, DataError, Interrupted, RunError
+from lumina_ft.errors import CheckpointError, ConfigError, DataError, Interrupted
+from lumina_ft.launch.agent_process import AgentProcess
 from lumina_ft.launch.checks import check_run, choose_port, cpu_cores, has_gpu
-from lumina_ft.launch.failures import read_failures
+from lumina_ft.launch.failures import explained, read_failures, unreported
 from lumina_ft.launch.resume import after_stage
-from lumina_ft.launch.run_dir import LOG_FILE, RUN_FILE, RunLog, forget_unstarted, prepare_run_dir
+from lumina_ft.launch.run_dir import RUN_FILE, RunLog, forget_unstarted, prepare_run_dir
 from lumina_ft.launch.summary import run_summary
 from lumina_ft.monitor.progress import FORCE_BAR_ENV, duration
 
@@ -45,7 +40,7 @@ def run_local(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any
     Raises:
         ConfigError: something is wrong with the config, before anything was written.
         LuminaError: what a rank reported. A user's mistake found before the first step of a new run leaves nothing.
-        Interrupted: SIGINT or SIGTERM arrived; the ranks have ended.
+        Interrupted: SIGINT or SIGTERM arrived; the ranks have finished their step, saved and ended, or were killed.
     """
     start = time.monotonic()
     check_run(cfg)
@@ -54,7 +49,7 @@ def run_local(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any
     try:
         with closing(RunLog(cfg.output_dir)) as log:
             if resume:
-                log.line(f"resuming from {point.checkpoint or 'the start: no complete checkpoint'}")
+                log.line(point.describe())
             for index in range(point.stage_index, len(cfg.stages)):
                 _run_stage(cfg, index, point.checkpoint, log)
                 point = after_stage(cfg.output_dir, index)
@@ -63,6 +58,9 @@ def run_local(cfg: RunConfig, *, resume: bool, overwrite: bool) -> dict[str, Any
         if not resume:
             forget_unstarted(cfg.output_dir)
         raise
+    except Interrupted as stopped:
+        again = f"lumina-ft sft --config {cfg.output_dir / RUN_FILE} --resume"
+        raise explained(stopped, cfg.output_dir, again) from None
     return run_summary(cfg, seconds=time.monotonic() - start)
 
 
@@ -70,36 +68,43 @@ def _run_stage(cfg: RunConfig, index: int, checkpoint: Path | None, log: RunLog)
     stage = cfg.stages[index]
     port = choose_port(cfg.parallel.master_port)
     log.line(f"stage {index + 1}/{len(cfg.stages)} {stage.name}: {describe_stage(stage)}; port {port}")
-    command = [sys.executable, "-m", "lumina_ft.launch.agent", f"--ranks={cfg.parallel.ranks}", f"--port={port}"]
-    command += [f"--run-dir={cfg.output_dir}", "--", f"--stage={index}"]
-    command += [f"--resume={checkpoint}"] if checkpoint else []
-    with _Agent.started(command, rank_environment(cfg)) as agent:
-        for chunk in iter(lambda: agent.output.read(65536), b""):
+    command = [sys.executable, "-m", "lumina_ft.launch.agent", f"--parent={os.getpid()}"]
+    command += [f"--ranks={cfg.parallel.ranks}", f"--port={port}", f"--run-dir={cfg.output_dir}"]
+    command += ["--", f"--stage={index}", *([f"--resume={checkpoint}"] if checkpoint else [])]
+    with AgentProcess.started(command, rank_environment(cfg), cfg.parallel.grace_seconds) as agent:
+        for chunk in agent.output():
             log.copy(chunk)
-        status = agent.process.wait()
-    if agent.signals:
-        again = f"lumina-ft sft --config {cfg.output_dir / RUN_FILE} --resume"
-        raise Interrupted(agent.signals[0], f"the ranks have ended — continue with: {again}")
-    failures = read_failures(cfg.output_dir)
+            if not chunk:
+                log.line(_announcement(agent, cfg.parallel.grace_seconds))
+        status = agent.wait()
+    told = read_failures(cfg.output_dir)
+    failures = [failure for failure in told if not failure.signal]
+    stopped = next((failure for failure in told if failure.signal), None)
+    on_purpose = bool(agent.signals or stopped)
     for failure in failures:
-        if failure.traceback and failure is failures[0]:
+        if failure.traceback and failure is failures[0] and not on_purpose:
             log.line(f"rank {failure.rank}:\n{failure.traceback}")
         elif failure.traceback:
             log.note(f"rank {failure.rank}, then:\n{failure.traceback}".encode())
+    # A rank that a signal ends drags others along, whose tracebacks are no news; an error that a user can fix is.
+    if on_purpose and not any(failure.is_user_error for failure in failures):
+        number = agent.signals[0] if agent.signals else stopped.signal if stopped else 0
+        ended = f"stage {stage.name!r}, complete" if status == 0 else "the ranks ended without a report"
+        raise Interrupted(number, stopped.message if stopped else agent.killed_by or ended)
     if failures:
         raise failures[0].to_error()
     if status:
-        raise RunError(
-            f"stage {stage.name!r} — exit code {status} — the ranks ended without a report — "
-            f"see {cfg.output_dir / LOG_FILE}"
-        )
+        raise unreported(cfg.output_dir, stage.name, status)
 
 
 def describe_stage(stage: StageConfig) -> str:
     """What a stage trains and how long, in a few words."""
     length = f"{stage.steps} steps" if stage.steps else f"{stage.epochs:g} epochs"
     frozen = f" without {', '.join(stage.freeze)}" if stage.freeze else ""
-    return f"{', '.join(stage.train)}{frozen} for {length}"
+    trained = ", ".join(("adapter",) * (stage.lora == "train") + stage.train)
+    beside = " over the frozen adapter" if stage.lora == "freeze" else ""
+    then = "" if stage.lora_at_end == "keep" else f", then {stage.lora_at_end} the adapter"
+    return f"{trained}{frozen}{beside} for {length}{then}"
 
 
 def rank_environment(cfg: RunConfig) -> dict[str, str]:
@@ -116,58 +121,9 @@ def rank_environment(cfg: RunConfig) -> dict[str, str]:
     return env
 
 
-@dataclass
-class _Agent:
-    """A running torchrun, its merged output, and the signals that were passed on to it."""
-
-    process: subprocess.Popen[bytes]
-    output: IO[bytes]
-    signals: list[int] = field(default_factory=list)
-
-    @classmethod
-    @contextmanager
-    def started(cls, command: list[str], env: dict[str, str]) -> Iterator["_Agent"]:
-        """Start the agent in its own session, pass SIGINT and SIGTERM on to it, and leave no process behind."""
-        process = subprocess.Popen(
-            command,
-            env=env,
-            bufsize=0,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # A Ctrl-C of the terminal must not reach the ranks past us, or they would die as if on their own.
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        agent = cls(process, process.stdout)
-        previous = {number: signal.signal(number, agent.forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield agent
-        finally:
-            agent.kill_tree()
-            process.wait()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            agent.output.close()
-
-    def forward(self, number: int, _: FrameType | None) -> None:
-        """First signal: let torchrun end the ranks. Second: end everything at once."""
-        self.signals.append(number)
-        if len(self.signals) > 1:
-            self.kill_tree()
-        elif self.process.poll() is None:
-            self.process.send_signal(number)
-
-    def kill_tree(self) -> None:
-        """SIGKILL for the agent and its ranks, if it still lives; ranks don't outlive their agent."""
-        if self.process.poll() is not None:
-            return
-        try:
-            root = psutil.Process(self.process.pid)
-            family = [*root.children(recursive=True), root]
-        except psutil.NoSuchProcess:
-            return
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
+def _announcement(agent: AgentProcess, grace_seconds: float) -> str:
+    """What happens because of a signal, told when it arrives."""
+    name = signal.Signals(agent.signals[-1]).name
+    if agent.killed_by:
+        return f"{name}: {agent.killed_by}"
+    return f"{name}: the ranks finish their step and save, within {grace_seconds:g} s; a second signal kills them"

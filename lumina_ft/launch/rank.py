@@ -1,4 +1,4 @@
-"""`python -m lumina_ft.launch.rank --run-dir D --stage I [--resume CHECKPOINT]`: one rank of one stage.
+"""`python -m lumina_ft.launch.rank --agent PID --run-dir D --stage I [--resume CHECKPOINT]`: one rank of one stage.
 
 Started by `agent.py` under torchrun's environment variables; the config is the run directory's resolved `run.yaml`.
 """
@@ -6,55 +6,77 @@ Started by `agent.py` under torchrun's environment variables; the config is the 
 import argparse
 import logging
 import os
-import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
-from lumina_ft.errors import ConfigError, LuminaError, RunError
+from lumina_ft.errors import ConfigError, Interrupted, RunError
 from lumina_ft.launch.checks import cpu_cores
-from lumina_ft.launch.failures import EXIT_BUG, exit_code, write_failure
+from lumina_ft.launch.environment import local_ranks
+from lumina_ft.launch.failures import exit_code, write_failure
 from lumina_ft.launch.lifeline import die_with_parent
 from lumina_ft.launch.run_dir import RUN_FILE
+from lumina_ft.launch.signals import listen
+from lumina_ft.train.stop import StopRequest
 
 
 def main(argv: list[str]) -> int:
     """Run the stage; a failure goes to the run directory, where the parent finds it.
 
     Returns:
-        0, 1 (our bug or a failed run) or 2 (an error of the user's).
+        0; 1 (our bug or a failed run) or 2 (an error of the user's); 130 or 143 (stopped by a signal, and saved).
     """
     parser = argparse.ArgumentParser(prog="lumina_ft.launch.rank")
+    parser.add_argument("--agent", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--resume", type=Path)
     args = parser.parse_args(argv)
-    # Python would deliver Ctrl-C only after the collective that the rank waits in. Every file that a run relies on is
-    # written aside and renamed, so that dying at once loses nothing.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(args.agent)
+    rank = int(os.environ.get("RANK", "0"))
+
+    def end(number: int) -> None:
+        write_failure(args.run_dir, rank, Interrupted(number, "no stage was training"), time.time())
+
+    def tell_hang(error: RunError, _: bool) -> None:
+        write_failure(args.run_dir, rank, error, time.time())
+
+    stop = StopRequest()
+    # The launcher, which passes signals on, kills every rank at the second one.
+    listen(stop, ranks_here=local_ranks(), end=end, second_kills=False)
     try:
         cfg = load_run(args.run_dir / RUN_FILE, [])
-        execute_stage(cfg, args.stage, resume=args.resume, run_dir=args.run_dir)
-    except Exception as error:
-        write_failure(args.run_dir, int(os.environ.get("RANK", "0")), error, time.time())
-        return exit_code(error) if isinstance(error, LuminaError) else EXIT_BUG
+        execute_stage(cfg, args.stage, resume=args.resume, run_dir=args.run_dir, stop=stop, on_hang=tell_hang)
+    except (Exception, Interrupted) as error:
+        write_failure(args.run_dir, rank, error, time.time())
+        return exit_code(error)
     return 0
 
 
 def execute_stage(
-    cfg: RunConfig, stage_index: int, *, resume: Path | None, run_dir: Path, log_file: Path | None = None
+    cfg: RunConfig,
+    stage_index: int,
+    *,
+    resume: Path | None,
+    run_dir: Path,
+    stop: StopRequest,
+    on_hang: Callable[[RunError, bool], None],
+    log_file: Path | None = None,
 ) -> None:
     """Prepare this process as a rank and train one stage in it.
 
     Args:
         resume: checkpoint to start from: the end of the previous stage, or one inside this stage.
+        stop: set by signals of this process.
+        on_hang: see `parallel.watchdog.OnHang`.
         log_file: where log messages go besides stderr; None when a parent process copies stderr.
 
     Raises:
         LuminaError: the stage failed, out of GPU memory among others.
+        Interrupted: a rank was told to stop; what is done is saved.
     """
     _configure_logging(log_file)
     _configure_devices(cfg)
@@ -63,7 +85,7 @@ def execute_stage(
     from lumina_ft.train.run import train_stage
 
     try:
-        train_stage(cfg, stage_index, resume=resume, run_dir=run_dir)
+        train_stage(cfg, stage_index, resume=resume, run_dir=run_dir, stop=stop, on_hang=on_hang)
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"rank {os.environ.get('RANK', '0')} — stage {cfg.stages[stage_index].name!r} — "
@@ -93,11 +115,11 @@ def _configure_devices(cfg: RunConfig) -> None:
     """
     import torch
 
-    local_ranks = _local_ranks()
+    here = local_ranks()
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
-    if on_gpu and torch.cuda.device_count() < local_ranks:
+    if on_gpu and torch.cuda.device_count() < here:
         raise ConfigError(
-            f"parallel.ranks — {local_ranks} on this machine — it shows {torch.cuda.device_count()} GPUs; each rank "
+            f"parallel.ranks — {here} on this machine — it shows {torch.cuda.device_count()} GPUs; each rank "
             "needs its own — lower parallel.ranks, check CUDA_VISIBLE_DEVICES, or set DS_ACCELERATOR=cpu"
         )
     if not on_gpu:
@@ -105,13 +127,7 @@ def _configure_devices(cfg: RunConfig) -> None:
     if cfg.parallel.threads_per_rank:
         torch.set_num_threads(cfg.parallel.threads_per_rank)
     else:
-        torch.set_num_threads(max(1, cpu_cores() // local_ranks))
-
-
-def _local_ranks() -> int:
-    """Ranks on this machine: torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 1)
+        torch.set_num_threads(max(1, cpu_cores() // here))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,13 @@ def stage_batches(
     """
     if not ahead:
         for step in steps:
+            world.progress.mark("data", step=step + 1)
             yield step, step_batches(data, step, packs_per_step, world)
         return
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending: Future[list[Batch]] | None = None
         for step in steps:
+            world.progress.mark("data", step=step + 1)
             batches = (pending or pool.submit(step_batches, data, step, packs_per_step, world)).result()
             pending = pool.submit(step_batches, data, step + 1, packs_per_step, world) if step + 1 in steps else None
             yield step, batches

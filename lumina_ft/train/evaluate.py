@@ -30,8 +30,11 @@ def evaluate(
     """
     engine.train(False)
     sums = torch.zeros(2, len(TERMS), dtype=torch.float64)
+    number = 0
     for step in range(data.steps_per_epoch(packs_per_step)):
         for batch in step_batches(data, step, packs_per_step, world):
+            number += 1
+            world.progress.mark("evaluate", micro_batch=number, batch=batch)
             out = engine.module(**batch.to(world.device).model_inputs())
             sums[0] += out["totals"].double().cpu()
             sums[1] += supervised_counts([batch])

@@ -7,22 +7,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lumina_ft.batch import Batch
+from lumina_ft.checkpoint.directory import TrainState
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.data.dataset import PackedDataset
-from lumina_ft.errors import RunError
+from lumina_ft.errors import Interrupted, RunError
 from lumina_ft.monitor.expert_load import load_summary
 from lumina_ft.monitor.metrics import MetricsWriter
 from lumina_ft.monitor.progress import StageProgress
 from lumina_ft.parallel.dist import World
 from lumina_ft.parallel.engine import Engine
+from lumina_ft.parallel.progress import SAVE
 from lumina_ft.stages import StagePlan
 from lumina_ft.train.batches import stage_batches
+from lumina_ft.train.dropout import draws_dropout, seed_dropout
 from lumina_ft.train.evaluate import evaluate
 from lumina_ft.train.nonfinite import NonFinite, describe_nonfinite, write_report
 from lumina_ft.train.objective import (
@@ -35,6 +39,7 @@ from lumina_ft.train.objective import (
 )
 from lumina_ft.train.optim import lr_factor
 from lumina_ft.train.participation import check_participation, watched_forward
+from lumina_ft.train.stop import StopRequest, agreed
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,7 @@ class StageRun:
         seconds: time spent in earlier, interrupted runs of the stage.
         metrics, progress: on rank 0 only.
         save: writes a checkpoint of the current state. Collective.
+        stop: whether this rank was told to stop.
         expert_counts: [L, E] slots routed to each expert up to the last logged step, over all ranks.
         losses: last training losses and last held-out losses.
     """
@@ -69,6 +75,7 @@ class StageRun:
     metrics: MetricsWriter | None
     progress: StageProgress | None
     save: Callable[["StageRun"], None]
+    stop: StopRequest = field(default_factory=StopRequest)
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -76,6 +83,7 @@ class StageRun:
     losses: dict[str, float] = field(default_factory=dict)
     skipped_in_a_row: int = 0
     unlogged_counts: Tensor | None = None
+    _saved_step: int = 0
     _started: float = field(default_factory=time.monotonic)
     _logged_at: tuple[float, int] = (0.0, 0)
 
@@ -83,6 +91,23 @@ class StageRun:
     def elapsed(self) -> float:
         """Seconds spent in the stage, earlier runs included."""
         return self.seconds + time.monotonic() - self._started
+
+    def kept_counts(self) -> tuple[list[list[int]], list[list[int]]]:
+        """`TrainState.expert_counts` and `unlogged_counts`: a resumed run's records shall miss none. Collective."""
+        logged, since = self.expert_counts, self.unlogged_counts
+        return (
+            [] if logged is None else logged.tolist(),
+            [] if since is None else self.world.sum(since.clone()).tolist(),
+        )
+
+    def restore_counts(self, state: TrainState) -> None:
+        """Continue counting where a checkpoint of this stage has stopped."""
+        if state.expert_counts:
+            self.expert_counts = torch.tensor(state.expert_counts)
+        if state.unlogged_counts:
+            since = torch.tensor(state.unlogged_counts, device=self.world.device)
+            # They will be summed over the ranks again.
+            self.unlogged_counts = since if self.world.is_main else torch.zeros_like(since)
 
     def lr_share(self, step: int) -> float:
         """Learning rate of a 0-based step as a share of the peak."""
@@ -107,6 +132,7 @@ class StepResult:
         grad_norm: before clipping.
         failure: set if a value wasn't finite and nothing was updated.
         idle: nothing was supervised, so nothing ran.
+        stop_signal: a rank was told to stop by it, so nothing ran; 0: none.
     """
 
     counts: dict[str, int]
@@ -115,6 +141,7 @@ class StepResult:
     grad_norm: float = 0.0
     failure: NonFinite | None = None
     idle: bool = False
+    stop_signal: int = 0
 
 
 def train_loop(run: StageRun) -> None:
@@ -123,8 +150,10 @@ def train_loop(run: StageRun) -> None:
     Raises:
         RunError: a value wasn't finite and `on_nonfinite` is `stop`, or too many steps in a row were skipped; or ranks
             differ in what they run.
+        Interrupted: a rank was told to stop; the steps done are saved, and every rank raises.
     """
     every = run.cfg.train
+    run._saved_step = run.step
     run._logged_at = (time.monotonic(), run.tokens)
     batches = stage_batches(
         run.train_data,
@@ -136,6 +165,8 @@ def train_loop(run: StageRun) -> None:
     first = True
     for step, micro_batches in batches:
         result = train_step(run, step, micro_batches, first=first)
+        if result.stop_signal:
+            _save_and_stop(run, result.stop_signal)
         first = first and result.idle
         run.step = step + 1
         if result.expert_counts is not None:
@@ -148,7 +179,7 @@ def train_loop(run: StageRun) -> None:
         if run.eval_data and (last or (every.eval_every_steps and run.step % every.eval_every_steps == 0)):
             _evaluate(run)
         if last or (every.save_every_steps and run.step % every.save_every_steps == 0):
-            run.save(run)
+            _save(run)
 
 
 def train_step(run: StageRun, step: int, batches: list[Batch], *, first: bool) -> StepResult:
@@ -159,16 +190,23 @@ def train_step(run: StageRun, step: int, batches: list[Batch], *, first: bool) -
         batches: this rank's micro-batches, the same number on every rank.
         first: compare the ranks' participation (T1).
     """
-    weights, world = run.cfg.loss, run.world
-    totals_by_term = world.sum(supervised_counts(batches).to(world.device)).tolist()
+    weights, world, progress = run.cfg.loss, run.world, run.world.progress
+    progress.mark("counts")
+    shares = torch.cat([supervised_counts(batches), torch.tensor([run.stop.vote])])
+    *totals_by_term, stop_votes = world.sum(shares.to(world.device)).tolist()
     counts = dict(zip(TERMS, totals_by_term, strict=True))
+    if stop_signal := agreed(stop_votes):
+        return StepResult(counts, stop_signal=stop_signal)
     if not is_trainable_step(counts, weights):
         return StepResult(counts, idle=True)
     scales = term_scales(counts, weights, world.size).to(world.device)
     sums = torch.zeros(len(TERMS), dtype=torch.float64, device=world.device)
     expert_counts: Tensor | None = None
     for i, batch in enumerate(batches):
+        progress.mark("forward", micro_batch=i + 1, batch=batch)
         inputs = batch.to(world.device).model_inputs()
+        if draws_dropout(run.cfg, run.plan.index):
+            seed_dropout(run.cfg.seed, run.plan.index, step, i * world.size + world.rank)
         if first and i == 0:
             with watched_forward(run.objective.model, world):
                 out = run.engine(**inputs)
@@ -181,9 +219,11 @@ def train_step(run: StageRun, step: int, batches: list[Batch], *, first: bool) -
         if failure is not None:
             run.engine.discard()
             return StepResult(counts, failure=failure)
+        progress.mark("backward")
         run.engine.backward(loss, last=i == len(batches) - 1)
         sums += out["totals"].detach().double()
         expert_counts = _plus(expert_counts, out["expert_counts"])
+    progress.mark("optimizer", micro_batch=0)
     share = run.lr_share(step)
     outcome = run.engine.step({name: lr * share for name, lr in run.peak_lrs.items()})
     if not outcome.applied:
@@ -225,6 +265,7 @@ def _react_to_failure(run: StageRun, result: StepResult, batches: list[Batch]) -
 
 def _log_step(run: StageRun, step: int, result: StepResult) -> None:
     """Reduce and record the numbers of one step."""
+    run.world.progress.mark("log")
     values: dict[str, float] = {}
     if result.totals is not None and run.unlogged_counts is not None:
         layers, experts = run.unlogged_counts.shape
@@ -243,7 +284,7 @@ def _log_step(run: StageRun, step: int, result: StepResult) -> None:
     then, tokens_then = run._logged_at
     run._logged_at = (now, run.tokens)
     values |= {
-        "lr": max(run.peak_lrs.values()) * run.lr_share(step),
+        "lr": max(run.plan.lr.values()) * run.lr_share(step),
         "tokens": result.counts["balance"],
         "skipped": int(result.totals is None),
         "tokens_per_second": (run.tokens - tokens_then) / max(now - then, 1e-9),
@@ -268,6 +309,20 @@ def _evaluate(run: StageRun) -> None:
         run.metrics.write(run.step, run.plan.name, values)
     if run.progress is not None:
         run.progress.update(run.step, values)
+
+
+def _save(run: StageRun) -> None:
+    run.world.progress.mark(SAVE)
+    run.save(run)
+    run._saved_step = run.step
+
+
+def _save_and_stop(run: StageRun, number: int) -> NoReturn:
+    """Leave a checkpoint of the steps done, unless there is one, and end the stage on every rank."""
+    if run.step > run._saved_step:
+        _save(run)
+    where = f"saved after step {run.step} of {run.total_steps}" if run.step else "before its first step"
+    raise Interrupted(number, f"stage {run.plan.name!r}, {where}")
 
 
 def _plus(sum_so_far: Tensor | None, value: Tensor) -> Tensor:

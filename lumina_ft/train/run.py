@@ -1,11 +1,10 @@
 """READ FIRST: one stage in one rank, from configuration to stage-end checkpoint.
 
-ranks → model (config, weights) → data → plan → engine (→ optimizer state) → loop → checkpoint, summary, pictures
+ranks → data → plan → model (weights, adapter) → engine (→ optimizer state) → loop → checkpoint, summary, pictures
 """
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,19 @@ import psutil
 import torch
 from transformers.initialization import no_init_weights
 
-from lumina_ft.checkpoint.directory import Checkpoint, TrainState, read_state
-from lumina_ft.checkpoint.resume import check_fingerprint, load_optimizer
+from lumina_ft.adapters.lora import Adapter
+from lumina_ft.adapters.targets import summarise_targets, targets_table
+from lumina_ft.checkpoint.directory import TrainState
+from lumina_ft.checkpoint.resume import check_base, check_fingerprint, load_optimizer
 from lumina_ft.checkpoint.save import ModelFiles, save_checkpoint
+from lumina_ft.config.groups import ADAPTER_GROUP
 from lumina_ft.config.schema import ModelConfig, RunConfig
 from lumina_ft.data.dataset import PackedDataset
 from lumina_ft.data.shards import read_meta
 from lumina_ft.data.tokenizer import load_tokenizer
-from lumina_ft.errors import CheckpointError
-from lumina_ft.models.groups import group_of
+from lumina_ft.errors import Interrupted
+from lumina_ft.models.groups import base_name
+from lumina_ft.models.tensor_files import write_json
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import load_weights
@@ -31,57 +34,67 @@ from lumina_ft.monitor.progress import StageProgress
 from lumina_ft.parallel.dist import World, init_distributed
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
 from lumina_ft.parallel.engine import Engine, check_zero_block
+from lumina_ft.parallel.progress import LOAD
 from lumina_ft.parallel.state import adam_steps
+from lumina_ft.parallel.watchdog import OnHang
 from lumina_ft.parallel.zero3 import init_context, place_buffers, write_tensor
-from lumina_ft.stages import ParamInfo, StagePlan, apply_plan, plan_stage
+from lumina_ft.stages import StagePlan, apply_plan, plan_stage
 from lumina_ft.train.loop import StageRun, train_loop
 from lumina_ft.train.objective import Objective
 from lumina_ft.train.optim import build_optimizer
+from lumina_ft.train.stage_adapter import attach_stage_adapter, check_pissa, describe_parameters, stage_lora
+from lumina_ft.train.start import Start, find_start
+from lumina_ft.train.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
 _STAGE_SEED_STRIDE = 1_000_003
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a stage's weights come from.
-
-    Attributes:
-        weights: model directory; None: random weights.
-        inside: the checkpoint inside this stage that is continued.
-        global_step: optimizer steps of earlier stages.
-    """
-
-    weights: Path | None
-    inside: Checkpoint | None
-    global_step: int
-
-
-def train_stage(cfg: RunConfig, stage_index: int, *, resume: Path | None, run_dir: Path) -> None:
+def train_stage(
+    cfg: RunConfig,
+    stage_index: int,
+    *,
+    resume: Path | None,
+    run_dir: Path,
+    stop: StopRequest | None = None,
+    on_hang: OnHang | None = None,
+) -> None:
     """Train one stage. Runs in every rank; the process should end afterwards (ZeRO-3 engines don't give memory back).
 
     Args:
         resume: checkpoint to start from: the end of the previous stage, or one inside this stage. None: `cfg.model`.
         run_dir: existing run directory.
+        stop: asks the loop to stop between two steps; None: nobody will.
+        on_hang: see `init_distributed`.
 
     Raises:
         LuminaError: something a user can fix; see the modules.
+        Interrupted: the loop was asked to stop, or this rank was when the stage was complete. What is done is saved.
     """
     start = find_start(cfg, stage_index, resume)
-    world = init_distributed(f"stage-{stage_index}", cfg.parallel.timeout_minutes)
+    world = init_distributed(f"stage-{stage_index}", cfg.parallel.timeout_minutes, run_dir=run_dir, on_hang=on_hang)
     _make_deterministic(world)
     run = build_stage(cfg, stage_index, start, world, run_dir)
-    try:
-        train_loop(run)
-    finally:
-        if run.progress is not None:
-            run.progress.close()
-        if run.metrics is not None:
-            run.metrics.close()
-    if world.is_main:
-        _finish(run, run_dir)
-    world.close()
+    run.stop = stop or StopRequest()
+    stopped: Interrupted | None = None
+    with run.stop.heeded():
+        try:
+            train_loop(run)
+        except Interrupted as request:
+            stopped = request
+        finally:
+            if run.progress is not None:
+                run.progress.close()
+            if run.metrics is not None:
+                run.metrics.close()
+        if stopped is None and world.is_main:
+            _finish(run, run_dir)
+        world.close()
+    if stopped is None and run.stop.number:
+        stopped = Interrupted(run.stop.number, f"stage {run.plan.name!r}, saved at its end")
+    if stopped is not None:
+        raise stopped
 
 
 def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, run_dir: Path) -> StageRun:
@@ -90,34 +103,33 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
     train_data, eval_data = _open_data(cfg, stage_index, model_config)
     stage, per_step = cfg.stages[stage_index], cfg.train.packs_per_step
     total_steps = stage.steps or train_data.steps_of_epochs(stage.epochs or 1.0, per_step)
+    world.progress.begin_stage(stage.name, total_steps, train_data.tasks)
     train_data.rank_packs(train_data.packs_of_step(0, per_step), world.rank, world.size)
 
-    plan = plan_stage(cfg, stage_index, describe_parameters(model_config))
-    settings = ZeroSettings(
-        world_size=world.size,
-        micro_batches=per_step // world.size,
-        dtype=cfg.model.dtype,
-        max_grad_norm=cfg.optim.max_grad_norm,
-        trainable_numel=sum(info.numel for info in plan.trained),
-        overlap=world.device.type == "cuda",
-    )
-    ds_config = resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
-    check_zero_block(ds_config)
-    model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, device=world.device)
+    lora = stage_lora(cfg, stage_index)
+    plan = plan_stage(cfg, stage_index, describe_parameters(model_config, lora))
+    check_pissa(cfg, plan, start)
+    if start.checkpoint is not None:
+        check_base(start.checkpoint, world)
+    ds_config = _engine_config(cfg, plan, world)
+    model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, world=world)
+    seed = cfg.seed + _STAGE_SEED_STRIDE * stage_index
+    adapter = attach_stage_adapter(model, cfg, plan, start, seed=seed)
     apply_plan(model, plan)
     params = dict(model.named_parameters())
-    optimizer, peak_lrs = build_optimizer(params, plan, cfg.optim)
+    optimizer, peak_lrs = build_optimizer(params, plan, cfg.optim, lr_ratio=lora.lr_ratio if lora else 1.0)
     objective = Objective(model)
     engine = Engine(objective, optimizer, ds_config, decay_unused=cfg.optim.decay_unused)
     engine.train()
+    world.progress.follow(model)
 
-    trained = {info.name: params[info.name] for info in plan.trained}
+    trained = {base_name(info.name): params[info.name] for info in plan.trained}
     fingerprint = _fingerprint(cfg, plan, total_steps)
     if start.inside is not None:
         check_fingerprint(start.inside, fingerprint)
-        load_optimizer(start.inside, engine, trained)
+        load_optimizer(start.inside, engine, trained, world.progress)
     data_cfg = cfg.stage_data(stage_index)
-    files = ModelFiles(start.weights, data_cfg.path, data_cfg.block_tokens)
+    files = ModelFiles(start.weights, data_cfg.path, data_cfg.block_tokens, cfg.seed)
     step = start.inside.state.stage_step if start.inside else 0
     run = StageRun(
         cfg=cfg,
@@ -132,20 +144,30 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
         total_steps=total_steps,
         metrics=MetricsWriter(run_dir, cfg.train.tensorboard, (plan.name, step)) if world.is_main else None,
         progress=StageProgress(plan.name, total_steps, step) if world.is_main else None,
-        save=lambda run: _save(run, run_dir, model, files, start, fingerprint),
+        save=lambda run: _save(run, run_dir, model, adapter, files, start, fingerprint),
         step=step,
         tokens=start.inside.state.tokens if start.inside else 0,
         seconds=start.inside.state.seconds if start.inside else 0.0,
     )
-    _announce(run, ds_config)
+    if start.inside:
+        run.restore_counts(start.inside.state)
+    _announce(run, ds_config, adapter)
     return run
 
 
-def describe_parameters(model_config: U2Config) -> list[ParamInfo]:
-    """Every parameter of the model, without allocating one."""
-    with torch.device("meta"):
-        model = U2ForDiffusion(model_config)
-    return [ParamInfo(name, group_of(name), tuple(p.shape)) for name, p in model.named_parameters()]
+def _engine_config(cfg: RunConfig, plan: StagePlan, world: World) -> dict[str, Any]:
+    """DeepSpeed's configuration, checked and without `auto`."""
+    settings = ZeroSettings(
+        world_size=world.size,
+        micro_batches=cfg.train.packs_per_step // world.size,
+        dtype=cfg.model.dtype,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        trainable_numel=sum(info.numel for info in plan.trained),
+        overlap=world.device.type == "cuda",
+    )
+    ds_config = resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
+    check_zero_block(ds_config)
+    return ds_config
 
 
 def build_model(
@@ -155,49 +177,25 @@ def build_model(
     *,
     weights: Path | None,
     seed: int,
-    device: torch.device,
+    world: World,
 ) -> U2ForDiffusion:
     """The model with its weights; partitioned from the start under ZeRO-3. Collective.
 
     Args:
         weights: model directory to load; None draws from `seed`.
-        device: where training runs.
+        world: where training runs, and what notes each tensor.
     """
+    writer = world.progress.marking(LOAD, write_tensor)
     with init_context(ds_config, getattr(torch, cfg.dtype)), no_init_weights():
         model = U2ForDiffusion(model_config, attention_impl=cfg.attention_impl, experts_impl=cfg.experts_impl)
-    place_buffers(model, device)
+    place_buffers(model, world.device)
     if weights is not None:
-        load_weights(model, weights, writer=write_tensor)
+        load_weights(model, weights, writer=writer)
     else:
-        model.init_weights_(seed, writer=write_tensor)
+        model.init_weights_(seed, writer=writer)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
-
-
-def find_start(cfg: RunConfig, stage_index: int, resume: Path | None) -> Start:
-    """Where the stage starts, from the checkpoint's state.
-
-    Raises:
-        CheckpointError: the checkpoint doesn't lead into this stage.
-    """
-    if resume is None:
-        if stage_index:
-            raise CheckpointError(
-                f"stage {stage_index + 1} — started without a checkpoint — it starts from the end of stage "
-                f"{stage_index} — pass that checkpoint"
-            )
-        return Start(cfg.model.path, None, 0)
-    checkpoint = Checkpoint(resume, read_state(resume))
-    state = checkpoint.state
-    if state.stage_index == stage_index and not state.stage_finished:
-        return Start(checkpoint.model_dir, checkpoint, state.global_step - state.stage_step)
-    if state.stage_index == stage_index - 1 and state.stage_finished:
-        return Start(checkpoint.model_dir, None, state.global_step)
-    raise CheckpointError(
-        f"{resume} — stage {state.stage_name!r}, step {state.stage_step} of {state.stage_steps} — doesn't lead into "
-        f"stage {cfg.stages[stage_index].name!r} — resume from inside that stage or from the end of the one before"
-    )
 
 
 def _make_deterministic(world: World) -> None:
@@ -225,6 +223,7 @@ def _open_data(cfg: RunConfig, stage_index: int, model_config: U2Config) -> tupl
 
 def _fingerprint(cfg: RunConfig, plan: StagePlan, total_steps: int) -> dict[str, Any]:
     """What the remaining steps of a stage depend on."""
+    lora = stage_lora(cfg, plan.index)
     return {
         "seed": cfg.seed,
         "packs_per_step": cfg.train.packs_per_step,
@@ -232,6 +231,8 @@ def _fingerprint(cfg: RunConfig, plan: StagePlan, total_steps: int) -> dict[str,
         "dataset": read_meta(cfg.stage_data(plan.index).path).identity,
         "trained_groups": sorted(plan.lr),
         "dtype": cfg.model.dtype,
+        # A ratio of learning rates may change, as those themselves may.
+        "adapter": lora.model_dump(mode="json", exclude={"lr_ratio"}) if lora else None,
     }
 
 
@@ -239,10 +240,12 @@ def _save(
     run: StageRun,
     run_dir: Path,
     model: U2ForDiffusion,
+    adapter: Adapter | None,
     files: ModelFiles,
     start: Start,
     fingerprint: dict[str, Any],
 ) -> None:
+    expert_counts, unlogged_counts = run.kept_counts()
     state = TrainState(
         global_step=start.global_step + run.step,
         stage_index=run.plan.index,
@@ -253,6 +256,9 @@ def _save(
         seconds=round(run.elapsed, 3),
         tokens=run.tokens,
         fingerprint=fingerprint,
+        changed_groups=tuple(sorted(start.changed | (set(run.plan.lr) - {ADAPTER_GROUP}))) if adapter else (),
+        expert_counts=expert_counts,
+        unlogged_counts=unlogged_counts,
     )
     save_checkpoint(
         run_dir,
@@ -262,13 +268,15 @@ def _save(
         files=files,
         world=run.world,
         keep=run.cfg.train.keep_checkpoints,
-        spare=start.inside.path if start.inside else None,
+        spare=start.checkpoint.path if start.checkpoint else None,
+        adapter=adapter,
+        at_end=run.cfg.stages[run.plan.index].lora_at_end,
     )
     if run.world.is_main:
         log.info("%s step %d: saved checkpoint-%d", run.plan.name, run.step, state.global_step)
 
 
-def _announce(run: StageRun, ds_config: dict[str, Any]) -> None:
+def _announce(run: StageRun, ds_config: dict[str, Any], adapter: Adapter | None) -> None:
     """Say once what is going to happen."""
     if not run.world.is_main:
         return
@@ -276,6 +284,8 @@ def _announce(run: StageRun, ds_config: dict[str, Any]) -> None:
 
     console = Console(stderr=True, width=100)
     console.print(run.plan.table())
+    if adapter is not None:
+        console.print(targets_table(summarise_targets(adapter.targets)))
     zero = ds_config["zero_optimization"]["stage"]
     log.info(
         "%d steps of %d packs on %d ranks (%s, ZeRO-%d, %s), from step %d; %d training samples, %d held out",
@@ -310,7 +320,7 @@ def _finish(run: StageRun, run_dir: Path) -> None:
             "expert_counts": run.expert_counts.tolist() if run.expert_counts is not None else [],
         }
     )
-    path.write_text(json.dumps(stages, indent=2) + "\n", encoding="utf-8")
+    write_json(path, stages)
     if run.cfg.train.plots:
         plot_losses(run_dir)
         if run.expert_counts is not None and run.expert_counts.numel():

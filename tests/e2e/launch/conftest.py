@@ -29,9 +29,10 @@ def fds():
             yield entry
 
 
-def train_stage(cfg, stage_index, *, resume, run_dir):
-    from lumina_ft.checkpoint.directory import TrainState, new_checkpoint
-    from lumina_ft.errors import DataError
+def train_stage(cfg, stage_index, *, resume, run_dir, stop, **_):
+    from lumina_ft.checkpoint.commit import new_checkpoint
+    from lumina_ft.checkpoint.directory import TrainState
+    from lumina_ft.errors import DataError, Interrupted
     from lumina_ft.monitor.metrics import MetricsWriter
 
     import torch
@@ -64,9 +65,34 @@ def train_stage(cfg, stage_index, *, resume, run_dir):
         raise ZeroDivisionError("a bug of ours")
     if mode == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode in ("hang", "killed", "bug") and stage_index == 0:
+    if mode == "stubborn":
+        with stop.heeded():
+            (run_dir / f"waiting-{rank}").touch()
+            time.sleep(120)
+    if mode == "stoppable":
+        with stop.heeded():
+            (run_dir / f"waiting-{rank}").touch()
+            while not stop.number and not list(run_dir.glob("stopping-*")):
+                time.sleep(0.05)
+            if stop.number:
+                (run_dir / f"stopping-{stop.number}").touch()
+            (agreed,) = run_dir.glob("stopping-*")
+            # Longer than a repeated signal may take.
+            time.sleep(1.5)
+            state = TrainState(2, 0, stage.name, 2, stage.steps, 2, 0.0, 0, {})
+            if rank == 0:
+                with new_checkpoint(run_dir, state) as folder:
+                    (folder / "model").mkdir()
+            while not (run_dir / "checkpoints" / "checkpoint-2" / "COMPLETE").is_file():
+                time.sleep(0.05)
+            raise Interrupted(int(agreed.name.split("-")[1]), "stage 'one', saved after step 2 of 3")
+    if mode == "hang" and stage_index == 0:
         (run_dir / f"waiting-{rank}").touch()
         time.sleep(120)
+    if mode in ("killed", "bug"):
+        # A collective whose other side is gone, where the connection doesn't tell.
+        with stop.heeded():
+            time.sleep(120)
     if rank == 0:
         done = sum(s.steps for s in cfg.stages[:stage_index])
         start = json.loads((resume / "state.json").read_text()) if resume else {"stage_index": -1}
@@ -84,7 +110,8 @@ def train_stage(cfg, stage_index, *, resume, run_dir):
         with new_checkpoint(run_dir, state) as folder:
             (folder / "model").mkdir()
     else:
-        while not (run_dir / f"checkpoints/checkpoint-{sum(s.steps for s in cfg.stages[:stage_index + 1])}").is_dir():
+        end = sum(s.steps for s in cfg.stages[:stage_index + 1])
+        while not (run_dir / f"checkpoints/checkpoint-{end}/COMPLETE").is_file():
             time.sleep(0.05)
 
 

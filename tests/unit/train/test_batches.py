@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lumina_ft.data.dataset import PackedDataset
+from lumina_ft.parallel.progress import Progress
 from lumina_ft.train.batches import stage_batches
 
 
@@ -24,7 +25,7 @@ class Packs:
 
 
 def steps(rank, size, *, ahead, stop=2):
-    world = SimpleNamespace(rank=rank, size=size)
+    world = SimpleNamespace(rank=rank, size=size, progress=Progress())
     return list(stage_batches(Packs(), range(stop), 4, world, ahead=ahead))  # pyright: ignore
 
 

@@ -13,6 +13,13 @@ from lumina_ft.train import evaluate as module
 class OneRank:
     device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self.progress = SimpleNamespace(mark=self._mark)
+        self.marks: list[tuple[str, int]] = []
+
+    def _mark(self, phase: str, *, micro_batch: int, batch: "Pack") -> None:
+        self.marks.append((phase, micro_batch))
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
@@ -33,7 +40,11 @@ def run(monkeypatch: pytest.MonkeyPatch, packs: list[Pack]) -> dict[str, float]:
     engine = SimpleNamespace(module=lambda totals: {"totals": totals}, train=lambda mode=True: None)
     data = SimpleNamespace(steps_per_epoch=lambda packs_per_step: len(packs))
     weights = LossConfig(text=1.0, image=0.5, balance=0.0)
-    return module.evaluate(engine, data, OneRank(), weights=weights, packs_per_step=1)
+    world = OneRank()
+    losses = module.evaluate(engine, data, world, weights=weights, packs_per_step=1)
+    # Each pack is a sign of life: a long evaluation must not look like a hang (T14).
+    assert world.marks == [("evaluate", number + 1) for number in range(len(packs))]
+    return losses
 
 
 def test_packs_count_by_their_positions(monkeypatch):
