@@ -2,10 +2,13 @@
 
 import logging
 import os
-import time
+import shutil
+import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +17,33 @@ from torch import Tensor
 from torch.distributed import (
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    rendezvous,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from lumina_ft.errors import ConfigError
+from lumina_ft.errors import ConfigError, RunError
+from lumina_ft.parallel.collectives import count_collectives
+from lumina_ft.parallel.progress import Progress
+from lumina_ft.parallel.rendezvous import RollCall, call_roll, connect_store
+from lumina_ft.parallel.watchdog import HANG_DIR, OnHang, Watchdog
 
 _ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+_BACKSTOP = timedelta(minutes=10)
 
 
 @dataclass
 class World:
-    """This rank's place among all ranks of the stage."""
+    """This rank's place among all ranks of the stage.
+
+    Attributes:
+        progress: where this rank is; whoever works says so there.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    progress: Progress = field(default_factory=Progress)
+    _on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_main(self) -> bool:
@@ -79,20 +93,33 @@ class World:
 
     def close(self) -> None:
         """Leave the group together."""
+        self.progress.mark("end")
         self.barrier()
         torch_dist.destroy_process_group()
+        for undo in self._on_close:
+            undo()
 
 
-def init_distributed(stage_key: str, timeout_minutes: float) -> World:
+def init_distributed(
+    stage_key: str,
+    timeout_minutes: float,
+    *,
+    run_dir: Path | None = None,
+    on_hang: OnHang | None = None,
+) -> World:
     """Join the ranks of one stage and tell DeepSpeed about them.
 
     Args:
         stage_key: prefix of every key in the store; a new one per stage keeps successive groups apart in a store that
             outlives them (torchrun's agent).
-        timeout_minutes: limit of one collective.
+        timeout_minutes: limit of joining, and of a rank without progress, as when a collective doesn't complete.
+        run_dir: existing directory that all ranks share. None: hangs aren't diagnosed, and the communication library's
+            own timeout ends them.
+        on_hang: called in a thread of its own. None: prints the diagnosis.
 
     Raises:
         ConfigError: the environment names some but not all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+        RunError: not all ranks have come in time.
     """
     present = [name for name in _ENV if name in os.environ]
     if present and len(present) < len(_ENV):
@@ -104,18 +131,47 @@ def init_distributed(stage_key: str, timeout_minutes: float) -> World:
     timeout = timedelta(minutes=timeout_minutes)
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in zip(_ENV[:3], "010", strict=True))
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
-    device = _pick_device(local_rank)
-    store = _stage_store(stage_key, timeout) if present else PrefixStore(stage_key, HashStore())
+    world = World(rank, size, local_rank, _pick_device(local_rank))
+    world.progress.stage = stage_key
+    store = connect_store(stage_key, rank, size, timeout) if present else PrefixStore(stage_key, HashStore())
+    if rank == 0 and run_dir is not None:
+        shutil.rmtree(run_dir / HANG_DIR, ignore_errors=True)
+    page = world.progress.publish()
+    roll = call_roll(store, rank, size, timeout, page=page.fd)
+    world._on_close += [page.close, count_collectives(world.progress)]
+    backend_timeout = timeout
+    if size > 1 and run_dir is not None:
+        watchdog = _watch(world, roll, run_dir / HANG_DIR / f"{stage_key}-{roll.token}", timeout, on_hang or _print)
+        world._on_close.append(watchdog.stop)
+        # A second line only: ranks that the backend ends can't say who is missing. Saves that get on may take longer
+        # than the limit, with the other ranks waiting in a collective.
+        backend_timeout = 2 * timeout + _BACKSTOP
+    world.progress.mark("connect")
     torch_dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
+        backend="nccl" if world.device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" and size > 1 else None,
+        timeout=backend_timeout,
+        device_id=world.device if world.device.type == "cuda" and size > 1 else None,
     )
-    _init_deepspeed(timeout)
-    return World(rank, size, local_rank, device)
+    _init_deepspeed(backend_timeout)
+    return world
+
+
+def _watch(world: World, roll: RollCall, folder: Path, timeout: timedelta, on_hang: OnHang) -> Watchdog:
+    watchdog = Watchdog(
+        world.progress, world.rank, roll.peers, folder, limit_seconds=timeout.total_seconds(), on_hang=on_hang
+    )
+    watchdog.start()
+    return watchdog
+
+
+def _print(error: RunError, speaks: bool) -> None:
+    if not speaks:
+        return
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
 
 
 def _pick_device(local_rank: int) -> torch.device:
@@ -126,28 +182,6 @@ def _pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _stage_store(stage_key: str, timeout: timedelta) -> Any:
-    """Connect to the store that the launcher's agent or rank 0 hosts, under the stage's prefix.
-
-    Where rank 0 hosts it and the ranks live on from stage to stage, a quick rank may reach the server of the stage that
-    is just ending. Only this stage's rank 0 sets the key waited for here, and a server that ends drops the connection.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        base, rank, _ = next(iter(rendezvous("env://", timeout=timeout)))
-        store = PrefixStore(stage_key, base)
-        if rank == 0:
-            store.set("open", "1")
-            return store
-        try:
-            store.wait(["open"], timeout)
-            return store
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def _init_deepspeed(timeout: timedelta) -> None:

@@ -55,7 +55,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def gathered(params: Iterable[Parameter]) -> Iterator[None]:
+def gathered(params: Iterable[Tensor]) -> Iterator[None]:
     """Whole parameters inside the block, for reading. Collective: every rank enters with the same parameters."""
     absent = _absent(params)
     if not absent:
@@ -74,7 +74,20 @@ def gather_for_good(params: Iterable[Parameter]) -> None:
         absent[0].all_gather(absent)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _absent(params: Iterable[Parameter]) -> list[Parameter]:
+def reads_also(module: nn.Module, params: Iterable[Parameter]) -> None:
+    """Let ZeRO-3 gather parameters of other modules too whenever `module` runs, forward and backward.
+
+    For a module whose forward reads them outside their own modules' forward, as DoRA's does. (Marking the surrounding
+    module as DeepSpeed's "leaf" is no way out: where its input needs no gradient, its gradients are reduced before they
+    have been computed.) Must be called before the engine exists.
+    """
+    import deepspeed
+
+    for param in params:
+        deepspeed.zero.register_external_parameter(module, param)
+
+
+def _absent(params: Iterable[Tensor]) -> list[Parameter]:
     """Parameters of which this rank holds a part only; the same on every rank."""
     managed: list[Any] = [p for p in params if is_partitioned(p)]
     if not managed:
