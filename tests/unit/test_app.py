@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lumina_ft import app
+from lumina_ft.commands.data import split_config
 from lumina_ft.errors import ConfigError, RunError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -18,7 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Call the entry point with arguments; returns exit code, stdout, stderr."""
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lumina-ft", *arguments])
@@ -28,7 +29,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return int(caught.value.code or 0), out, err
 
     yield call
-    signal.signal(signal.SIGTERM, previous)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -161,8 +163,26 @@ def test_signals_stop_a_build_and_leave_nothing(
 
     monkeypatch.setattr(ShardWriter, "close", interrupted_close)
     before = sorted(tmp_path.iterdir())
-    assert run("data", "build", f"input={rows}", f"output={tmp_path}/built", "task=text")[0] == code
+    returned, out, err = run("data", "build", f"input={rows}", f"output={tmp_path}/built", "task=text", "--json")
+    assert returned == code and "Traceback" not in err
+    error = f"stopped by {signal.Signals(number).name} — the command has not finished"
+    assert json.loads(out) == {"error": error, "kind": "Interrupted", "exit_code": code}
+    assert f"error: {error}\n" in err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_signal_during_a_runs_checks_is_told_like_any_other_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lumina_ft.launch.local.check_run", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"output_dir: {tmp_path}/out\nmodel: {{config: u2-tiny, random_init: true}}\n"
+        f"data: {{path: {tmp_path}}}\nstages: [{{name: one, steps: 1}}]\n"
+    )
+    code, out, _ = run("sft", "--config", str(config), "--json")
+    assert (code, json.loads(out)["kind"]) == (143, "Interrupted")
+    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(run: Run, tmp_path: Path) -> None:
@@ -183,7 +203,9 @@ def test_every_command_has_help_and_json() -> None:
             yield from walk(child, f"{path} {name}")
 
     commands = dict(walk(get_command(app.app), ""))
-    assert {" sft", " sample", " convert", " plan", " data build", " bench moe", " demo"} <= set(commands)
+    assert {" sft", " sample", " convert", " merge-lora", " plan", " data build", " bench moe", " demo"} <= set(
+        commands
+    )
     for path, command in commands.items():
         assert command.help, path
         assert any("--json" in param.opts for param in command.params), path
@@ -193,7 +215,7 @@ def test_every_command_has_help_and_json() -> None:
 def test_split_config_refuses_ambiguity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a=b.yaml").write_text("x: 1\n")
-    assert app._split_config(["a=b.yaml", "k=v", "~z"]) == (Path("a=b.yaml"), ["k=v", "~z"])
-    assert app._split_config(["k=v"]) == (None, ["k=v"])
+    assert split_config(["a=b.yaml", "k=v", "~z"]) == (Path("a=b.yaml"), ["k=v", "~z"])
+    assert split_config(["k=v"]) == (None, ["k=v"])
     with pytest.raises(ConfigError, match="a second file"):
-        app._split_config(["a=b.yaml", "other"])
+        split_config(["a=b.yaml", "other"])

@@ -20,9 +20,10 @@ LAYERS = (
     ("adapters",),
     ("checkpoint",),
     ("train",),
-    ("generate", "sample", "bench", "plan"),
+    ("generate", "sample", "bench", "plan", "merge_lora"),
     ("launch",),
     ("demo",),
+    ("commands",),
     ("app",),
     ("__main__",),
 )
