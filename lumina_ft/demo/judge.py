@@ -19,6 +19,9 @@ from lumina_ft.errors import DataError
 
 NEIGHBOURS = 3
 SIDE = 8
+WHITE = 255
+NOT_INVERTED = -1
+"""What the judge reads in a picture that should be inverted and isn't."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class DrawingVerdict:
     """What the judge makes of generated pictures.
 
     Attributes:
-        read: [n] the digit it sees in each picture.
+        read: [n] the digit it sees in each picture, or NOT_INVERTED.
         recognised: share of pictures that show the digit asked for.
         distinct: number of different pictures.
         copies: pictures that equal the given real ones pixel by pixel.
@@ -105,10 +108,32 @@ class DigitJudge:
             known: [m, 64] pictures whose repetition counts as a copy: the training digits after the codec.
         """
         pixels = to_pixels(pictures)
-        read = self.read(pixels)
-        seen = {row.tobytes() for row in known}
-        copies = sum(row.tobytes() in seen for row in pixels)
-        return DrawingVerdict(read, float((read == wanted).mean()), len(np.unique(pixels, axis=0)), copies)
+        return _verdict(self.read(pixels), wanted, pixels, known)
+
+    def judge_inverted(
+        self, pictures: Sequence[Image.Image], wanted: NDArray[np.int64], known: NDArray[np.float64]
+    ) -> DrawingVerdict:
+        """Judge pictures that should show a digit dark on bright: a bright picture, read as its negative.
+
+        Args:
+            pictures, wanted: see `judge_drawings`. known: [m, 64] ordinary pictures, whose negatives count as copies.
+        """
+        negatives = WHITE - to_pixels(pictures)
+        read = np.where(is_ordinary(negatives), self.read(negatives), NOT_INVERTED)
+        return _verdict(read, wanted, negatives, known)
+
+
+def is_ordinary(pixels: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[n] whether each picture is dark on the whole, as every real digit is. pixels: [n, 64]."""
+    return pixels.mean(axis=1) < WHITE / 2
+
+
+def _verdict(
+    read: NDArray[np.int64], wanted: NDArray[np.int64], pixels: NDArray[np.float64], known: NDArray[np.float64]
+) -> DrawingVerdict:
+    seen = {row.tobytes() for row in known}
+    copies = sum(row.tobytes() in seen for row in pixels)
+    return DrawingVerdict(read, float((read == wanted).mean()), len(np.unique(pixels, axis=0)), copies)
 
 
 def judge_answers(answers: Sequence[str], expected: Sequence[str]) -> NDArray[np.bool_]:

@@ -1,6 +1,7 @@
 """`lumina-ft demo`: the whole toolkit on real handwritten digits, from PNG files to judged results.
 
-digits → data build → sft (three stages, ZeRO-3 on two ranks) → sample → judge → pictures, table
+digits → data build → sft (three stages, ZeRO-3 on two ranks) → sft of an adapter on that model, for a new task (ZeRO-2)
+→ merge-lora → sample → judge → pictures, table
 """
 
 import json
@@ -11,44 +12,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from lumina_ft.config.data_schema import BuildConfig, CodecConfig, Task
 from lumina_ft.config.load import load_run
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from lumina_ft.demo.judge import Digits
-    from lumina_ft.sample import Sampler
-
 log = logging.getLogger(__name__)
 
 RECIPE = "u2-demo"
+ADAPTER_RECIPE = "u2-demo-lora"
 RESULT_FILE = "demo.json"
 HELDOUT_FRACTION = 0.2
 DISTORTED_COPIES = 6
 REPHRASED_COPIES = 1
+INVERTED_PHRASINGS = 3
 SYSTEM_PROMPTS: dict[Task, str] = {"t2i": "draw", "understand": "read"}
 """Short, because every sample repeats them."""
 
-NUM_DRAWINGS = 200
-ROUNDS = 4
-TEMPERATURE = 0.7
-GUIDANCE = 0.5
-"""Half a unit sharpens the digits; 2 and more make a model of this size repeat a few shapes."""
+_SHARED_KEYS = ("seed", "parallel.ranks", "parallel.threads_per_rank", "data.block_tokens", "data.max_pack_tokens")
+"""What the adapter's run takes over from the base's, overrides included."""
 
 _OWNED = (
     "digits",
     "dataset",
+    "dataset_lora",
     "heldout",
     "run",
+    "lora",
+    "merged",
     "digits.png",
+    "inverted.png",
     "answers.png",
     "losses.png",
     "expert_load.png",
@@ -88,24 +83,33 @@ def run_demo(output: Path, overrides: list[str]) -> dict[str, Any]:
     """
     clock = _Clock()
     places = {"data.path": "dataset", "data.eval_path": "heldout", "output_dir": "run"}
-    run_config = load_run(RECIPE, [f"{key}={output / name}" for key, name in places.items()] + overrides)
+    base_config = load_run(RECIPE, [f"{key}={output / name}" for key, name in places.items()] + overrides)
     _clear(output)
     with clock.phase("digits"):
-        rows = _write_digits(output / "digits", run_config.seed)
+        base_rows, adapter_rows = _write_digits(output / "digits", base_config.seed)
     with clock.phase("build"):
-        built = _build(output, rows, run_config)
+        built = _build(output, base_rows, adapter_rows, base_config)
     with clock.phase("train"):
-        trained = _train(run_config)
+        base = _train(base_config)
+    adapter_config = _adapter_config(output, base_config, base["model"])
+    with clock.phase("lora"):
+        adapter = _train(adapter_config)
+    with clock.phase("merge"):
+        merged = _merge(adapter, output / "merged")
     with clock.phase("sample"):
-        judged = _sample_and_judge(output, run_config)
+        judged = _sample_and_judge(output, base_config, adapter_config)
+    stages = [*base["stages"], *adapter["stages"]]
     result = {
         **judged,
-        "stages": len(trained["stages"]),
+        **merged,
+        "stages": len(stages),
         "samples": built["samples"],
-        "tokens": sum(stage["tokens"] for stage in trained["stages"]),
-        "steps": sum(stage["steps"] for stage in trained["stages"]),
+        "tokens": sum(stage["tokens"] for stage in stages),
+        "steps": sum(stage["steps"] for stage in stages),
         "seconds": clock.seconds | {"total": round(sum(clock.seconds.values()), 1)},
-        "model": trained["model"],
+        "model": base["model"],
+        "adapter": adapter["adapter"],
+        "merged_model": str(output / "merged"),
         "output": str(output),
     }
     (output / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -123,23 +127,35 @@ def print_demo(result: dict[str, Any]) -> None:
     table.add_column("what it is", overflow="fold")
     lines = (
         ("digits_recognised", "generated digits that the judge reads as asked"),
-        ("distinct_images", f"different pictures among {NUM_DRAWINGS}"),
+        ("distinct_images", f"different pictures among {result['generated_images']}"),
         ("copies_of_training", "generated pictures that equal a training digit"),
         ("understanding_accuracy", "right words for held-out real digits"),
+        ("lora_task_on", "generated inverted digits as asked, with the adapter"),
+        ("lora_task_off", "the same prompts and seeds without it"),
+        ("merged_equals_adapter", "the merged model draws the same pictures, bit for bit"),
+        ("base_task_with_adapter", "ordinary digits as asked, with the adapter"),
+        ("lowest_delta_cosine", "of merged weights: 1 where rounding kept the update"),
         ("judge_accuracy", "the judge itself on held-out real digits"),
         ("judge_accuracy_codec", "the same after the image codec"),
+        ("judge_accuracy_codec_inverted", "the same of their negatives"),
         ("stages", "training stages, each in fresh ranks"),
         ("steps", "optimizer steps"),
         ("tokens", "tokens trained on"),
     )
     for name, meaning in lines:
         value = result[name]
-        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else f"{value:,}", meaning)
+        table.add_row(name, _shown(value), meaning)
     for phase, seconds in result["seconds"].items():
         table.add_row(f"seconds {phase}", f"{seconds:.1f}", "", end_section=phase == "total")
     console = Console(stderr=True, width=100)
     console.print(table)
-    console.print(f"pictures: {result['output']}/digits.png, answers.png, losses.png, expert_load.png")
+    console.print(f"pictures: {result['output']}/digits.png, inverted.png, answers.png, losses.png, expert_load.png")
+
+
+def _shown(value: float | bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _clear(output: Path) -> None:
@@ -161,19 +177,26 @@ def _clear(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _write_digits(directory: Path, seed: int) -> list[Path]:
-    """Write the digits and return the JSONL files of the training rows."""
+def _write_digits(directory: Path, seed: int) -> tuple[list[Path], list[Path]]:
+    """Write the digits and return the JSONL files of the base's and of the adapter's training rows."""
     from lumina_ft.data.digits import write_digits
     from lumina_ft.demo.augment import write_distorted, write_rephrased
+    from lumina_ft.demo.inverted import write_inverted
 
     write_digits(directory, heldout_fraction=HELDOUT_FRACTION, seed=seed)
-    drawn = write_rephrased(directory, copies=REPHRASED_COPIES, seed=seed)
-    read = write_distorted(directory, copies=DISTORTED_COPIES, seed=seed)
-    return [directory / "t2i_train.jsonl", drawn, directory / "understand_train.jsonl", read]
+    drawn = directory / "t2i_train.jsonl"
+    rephrased = write_rephrased(directory, copies=REPHRASED_COPIES, seed=seed)
+    distorted = write_distorted(directory, copies=DISTORTED_COPIES, seed=seed)
+    inverted = write_inverted(directory, phrasings=INVERTED_PHRASINGS, seed=seed)
+    return [drawn, rephrased, directory / "understand_train.jsonl", distorted], [inverted, drawn]
 
 
-def _build(output: Path, rows: list[Path], run_config: RunConfig) -> dict[str, Any]:
-    """Build the training dataset, and the held-out one with the training codec. Returns the former's summary."""
+def _build(output: Path, base_rows: list[Path], adapter_rows: list[Path], run_config: RunConfig) -> dict[str, Any]:
+    """Build both training datasets and the held-out one. Returns the summary of the base's.
+
+    The codec is fitted on the adapter's pictures, the real training digits and their negatives: like a published image
+    tokenizer it knows more kinds of pictures than one model was trained on.
+    """
     from lumina_ft.data.build import build
 
     def config(files: list[Path], name: str, codec: CodecConfig) -> BuildConfig:
@@ -186,10 +209,23 @@ def _build(output: Path, rows: list[Path], run_config: RunConfig) -> dict[str, A
             max_sample_tokens=run_config.data.max_pack_tokens,
         )
 
-    summary = build(config(rows, "dataset", CodecConfig(channels="gray")))
+    build(config(adapter_rows, "dataset_lora", CodecConfig(channels="gray")))
+    fitted = CodecConfig(path=output / "dataset_lora")
+    summary = build(config(base_rows, "dataset", fitted))
     heldout = [output / "digits" / f"{task}_heldout.jsonl" for task in SYSTEM_PROMPTS]
-    build(config(heldout, "heldout", CodecConfig(path=output / "dataset")))
+    build(config(heldout, "heldout", fitted))
     return summary
+
+
+def _adapter_config(output: Path, base: RunConfig, model: str) -> RunConfig:
+    """The adapter's recipe, on the model that the base's run has left."""
+    given = {"output_dir": output / "lora", "data.path": output / "dataset_lora", "model.path": model}
+    for key in _SHARED_KEYS:
+        value: Any = base
+        for name in key.split("."):
+            value = getattr(value, name)
+        given[key] = value
+    return load_run(ADAPTER_RECIPE, [f"{key}={value}" for key, value in given.items()])
 
 
 def _train(run_config: RunConfig) -> dict[str, Any]:
@@ -198,66 +234,24 @@ def _train(run_config: RunConfig) -> dict[str, Any]:
     return run_local(run_config, resume=False, overwrite=False)
 
 
-def _sample_and_judge(output: Path, run_config: RunConfig) -> dict[str, Any]:
-    """Generate, answer, judge and draw."""
-    from lumina_ft.demo.judge import DigitJudge, load_split, to_pixels
-    from lumina_ft.demo.pictures import draw_answers, draw_grid
-    from lumina_ft.sample import load_sampler
+def _merge(adapter: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Merge what the adapter's run reports into its base, and verify it."""
+    from lumina_ft.adapters.combine import WeightedAdapter
+    from lumina_ft.adapters.merge import merge_adapters
 
-    sampler = load_sampler(run_config.output_dir)
-    train, heldout = load_split(output / "digits", "train"), load_split(output / "digits", "heldout")
-    judge = DigitJudge(train)
-    wanted = np.arange(NUM_DRAWINGS) % 10
-    drawings = _draw(sampler, wanted, run_config.seed)
-    verdict = judge.judge_drawings(drawings, wanted, to_pixels(_through_codec(sampler, train)))
-    paths, answers, right = _answer(sampler, output / "digits", run_config.data.block_tokens)
-    draw_grid(drawings, wanted, verdict.read, output / "digits.png")
-    draw_answers(paths, answers, right, output / "answers.png")
-    _copy_plots(run_config, output)
-    return {
-        "digits_recognised": verdict.recognised,
-        "distinct_images": verdict.distinct,
-        "copies_of_training": verdict.copies,
-        "generated_images": len(drawings),
-        "understanding_accuracy": float(right.mean()),
-        "heldout_digits": len(answers),
-        "judge_accuracy": judge.accuracy(heldout.pixels, heldout.labels),
-        "judge_accuracy_codec": judge.accuracy(to_pixels(_through_codec(sampler, heldout)), heldout.labels),
-    }
+    summary = merge_adapters(Path(adapter["model"]), [WeightedAdapter(Path(adapter["adapter"]), 1.0)], output)
+    assert summary.check is not None, "verification is on"
+    return {"lowest_delta_cosine": summary.check.lowest_cosine, "merged_tensors": summary.adapted + summary.replaced}
 
 
-def _draw(sampler: "Sampler", wanted: NDArray[np.int64], seed: int) -> "list[Image.Image]":
-    """One picture per digit asked for, the training phrasings in turn."""
-    from lumina_ft.data.digits import DRAW_PROMPTS, draw_prompt
+def _sample_and_judge(output: Path, base: RunConfig, adapter: RunConfig) -> dict[str, Any]:
+    from lumina_ft.demo.measure import measure_adapter, measure_base, open_bench
 
-    prompts = [draw_prompt(int(digit), i // 10 % len(DRAW_PROMPTS)) for i, digit in enumerate(wanted)]
-    return sampler.images(prompts, seed=seed, temperature=TEMPERATURE, guidance=GUIDANCE, rounds=ROUNDS)
-
-
-def _answer(sampler: "Sampler", digits: Path, block_tokens: int) -> tuple[list[Path], list[str], NDArray[np.bool_]]:
-    """Ask about every held-out digit: pictures, answers, and which are right."""
-    from lumina_ft.data.images import open_image
-    from lumina_ft.demo.judge import judge_answers
-
-    lines = (digits / "understand_heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    paths = [digits / row["images"][0] for row in rows]
-    answers = sampler.text(
-        [row["messages"][0]["content"] for row in rows],
-        [[open_image(path, "gray")[0]] for path in paths],
-        max_new_tokens=block_tokens,
-    )
-    return paths, answers, judge_answers(answers, [row["messages"][1]["content"] for row in rows])
-
-
-def _through_codec(sampler: "Sampler", digits: "Digits") -> "list[Image.Image]":
-    """Real digits as the codec gives them back."""
-    from lumina_ft.data.images import open_image
-
-    codec = sampler.codec
-    assert codec is not None, "drawing has used it"
-    codes = codec.encode([open_image(path, "gray")[0] for path in digits.paths])
-    return [codec.decode(grid.codes, grid.height, grid.width) for grid in codes]
+    bench = open_bench(output / "digits", output, base.seed)
+    judged = measure_base(bench, base.output_dir, base.data.block_tokens)
+    judged |= measure_adapter(bench, adapter.output_dir, output / "merged")
+    _copy_plots(base, output)
+    return judged
 
 
 def _copy_plots(run_config: RunConfig, output: Path) -> None:

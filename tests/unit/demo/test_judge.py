@@ -10,7 +10,7 @@ from PIL import Image
 from lumina_ft.data.digits import DIGIT_WORDS, write_digits
 from lumina_ft.demo.augment import distort, write_distorted, write_rephrased
 from lumina_ft.demo.judge import DigitJudge, Digits, judge_answers, load_split, to_pixels
-from lumina_ft.demo.pictures import draw_answers, draw_grid
+from lumina_ft.demo.pictures import Panel, draw_answers, draw_grids
 from lumina_ft.demo.run import RESULT_FILE, _clear
 from lumina_ft.errors import DataError, LuminaError
 
@@ -119,7 +119,8 @@ def test_distortion_is_small_and_seeded(train: Digits) -> None:
 def test_pictures_are_written(tmp_path: Path, heldout: Digits) -> None:
     pictures = as_pictures(heldout.pixels[:30])
     wanted = heldout.labels[:30]
-    grid = draw_grid(pictures, wanted, (wanted + (np.arange(30) == 0)) % 10, tmp_path / "digits.png")
+    panel = Panel("{share} right", pictures, (wanted + (np.arange(30) == 0)) % 10)
+    grid = draw_grids([panel, panel], wanted, tmp_path / "digits.png", columns=2)
     answers = draw_answers(heldout.paths[:30], ["seven"] * 30, np.arange(30) > 3, tmp_path / "answers.png")
     red = np.array([255, 85, 85])
     assert (np.asarray(Image.open(grid).convert("RGB")) == red).all(-1).any()

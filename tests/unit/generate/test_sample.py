@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from lumina_ft.checkpoint.commit import new_checkpoint
 from lumina_ft.checkpoint.companions import write_companions
-from lumina_ft.checkpoint.directory import Checkpoint, TrainState, new_checkpoint
+from lumina_ft.checkpoint.directory import Checkpoint, TrainState
 from lumina_ft.checkpoint.export import convert
 from lumina_ft.config.data_schema import BuildConfig
 from lumina_ft.data.build import build
@@ -21,11 +22,13 @@ from lumina_ft.data.prompts import SYSTEM_PROMPTS
 from lumina_ft.data.shards import open_dataset
 from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.errors import CheckpointError, ConfigError, DataError
+from lumina_ft.generate.load import ModelSource, load_sampler, locate_model
 from lumina_ft.generate.prompt import Prompt
+from lumina_ft.generate.sampler import Sampler
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import save_model
-from lumina_ft.sample import Sampler, load_sampler, locate_model, run_sample
+from lumina_ft.sample import run_sample
 
 SYSTEM = "Draw the digit."
 
@@ -81,7 +84,8 @@ def sampler(run: Path) -> Sampler:
 
 def test_a_run_stands_for_its_newest_complete_checkpoint(run: Path):
     newest = run / "checkpoints" / "checkpoint-10" / "model"
-    assert locate_model(run) == locate_model(newest.parent) == locate_model(newest) == newest
+    assert locate_model(run) == locate_model(newest.parent) == locate_model(newest)
+    assert locate_model(run) == ModelSource(newest, None, (newest,))
 
 
 def test_places_without_a_model_are_refused(tmp_path: Path):
@@ -100,7 +104,7 @@ def test_settings_of_the_training_data_are_used(sampler: Sampler):
 def record(monkeypatch: pytest.MonkeyPatch, name: str, result: list[torch.Tensor]) -> list:
     """Replace a decoder by one that keeps its prompts."""
     seen: list = []
-    monkeypatch.setattr(f"lumina_ft.sample.{name}", lambda model, rows, **_: seen.extend(rows) or result)
+    monkeypatch.setattr(f"lumina_ft.generate.sampler.{name}", lambda model, rows, **_: seen.extend(rows) or result)
     return seen
 
 
@@ -252,7 +256,7 @@ def test_a_codec_with_more_codes_than_the_model_is_refused(run: Path, dataset: P
 
 def test_a_codec_with_fewer_codes_than_the_model_gets_only_those(run: Path, dataset: Path, tmp_path: Path):
     model = tmp_path / "exported"
-    shutil.copytree(locate_model(run), model)
+    shutil.copytree(locate_model(run).model_dir, model)
     shutil.rmtree(model / "codec")
     sampler = load_sampler(model, data=build_with(dataset, tmp_path / "out", 4), device="cpu")
     (picture,) = sampler.images(["draw a"], (6, 6), seed=1, rounds=2)
