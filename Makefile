@@ -1,6 +1,6 @@
 # Everything starts from a machine with Python 3.11 or newer: the first target that needs it builds .venv.
 #
-#   make demo    train, sample and judge a small model on handwritten digits (out/demo)
+#   make demo    train, adapt, merge, sample and judge a small model on handwritten digits (out/demo)
 #   make test    ruff, pyright, and every test that is neither slow nor for a GPU
 #   make lint    ruff and pyright only
 #   make bench   routed experts: one grouped operation against a loop

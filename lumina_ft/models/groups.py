@@ -35,6 +35,11 @@ def is_adapter_name(name: str) -> bool:
     return _ADAPTER_PART.search(name) is not None
 
 
+def is_adapter_b(name: str) -> bool:
+    """Whether a parameter is the B matrix of an adapter pair."""
+    return ".lora_B." in name
+
+
 def base_name(name: str) -> str:
     """Name of a base tensor as in checkpoints: PEFT's layers hold the adapted module as `base_layer`."""
     return name.replace(".base_layer.", ".")

@@ -60,7 +60,7 @@ def match_checkpoint(
             config disables; a channel mask that isn't causal.
     """
     layout = detect_layout(reader.tensors, str(reader.directory))
-    found = _by_native_name(reader)
+    found = keys_by_native_name(reader)
     problems: list[str] = []
     sources: dict[str, Source] = {}
     for name, shape in expected.items():
@@ -100,8 +100,12 @@ def match_checkpoint(
     return Match(layout, sources, tolerated)
 
 
-def _by_native_name(reader: CheckpointReader) -> dict[str, dict[int, str]]:
-    """Keys of every native tensor, by expert index (0 for tensors that aren't split)."""
+def keys_by_native_name(reader: CheckpointReader) -> dict[str, dict[int, str]]:
+    """Keys of every native tensor, by expert index (0 for tensors that aren't split).
+
+    Raises:
+        CheckpointError: two keys name the same tensor.
+    """
     found: dict[str, dict[int, str]] = {}
     for key in reader.tensors:
         name, expert = parse_split(key) or (parse_packed(key) or key, 0)
@@ -126,11 +130,7 @@ def _check_values(reader: CheckpointReader, config: PretrainedConfig) -> None:
     """The two buffers whose values the code relies on (M4, spec §1)."""
     for key, stored in reader.tensors.items():
         if key == CHANNEL_MASK:
-            mask = reader.read(key).float()
-            # Published files hold -inf or finfo.min of their dtype above the diagonal.
-            blocked = mask <= torch.finfo(torch.float16).min
-            causal = torch.ones(mask.shape, dtype=torch.bool).triu(1)
-            if mask.dim() != 2 or not torch.equal(blocked, causal) or bool((mask[~causal] != 0).any()):
+            if not is_causal_mask(reader.read(key)):
                 raise CheckpointError(
                     f"{stored.file} — {key} — must be 0 on and below the diagonal and -inf above — "
                     "remove the tensor, it is rebuilt"
@@ -140,6 +140,15 @@ def _check_values(reader: CheckpointReader, config: PretrainedConfig) -> None:
                 f"{stored.file} — {key} is not zero — moe_router_enable_expert_bias is false in config.json — "
                 "set it to true, or zero the bias"
             )
+
+
+def is_causal_mask(mask: Tensor) -> bool:
+    """Whether a channel mask is 0 on and below the diagonal and blocks above it, in any dtype."""
+    mask = mask.float()
+    # Published files hold -inf or finfo.min of their dtype above the diagonal.
+    blocked = mask <= torch.finfo(torch.float16).min
+    causal = torch.ones(mask.shape, dtype=torch.bool).triu(1) if mask.dim() == 2 else None
+    return causal is not None and torch.equal(blocked, causal) and not bool((mask[~causal] != 0).any())
 
 
 def read_native(reader: CheckpointReader, source: Source) -> Tensor:

@@ -7,8 +7,8 @@ shapes beforehand, so it lays the shards out first and puts each tensor at its p
 import json
 import os
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -18,9 +18,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lumina_ft.errors import CheckpointError, ConfigError
+from lumina_ft.models.tensor_bytes import write_at
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+
+def single_name(stem: str) -> str:
+    """Name of the only file of an export."""
+    return f"{stem}.safetensors"
+
+
+def index_name(stem: str) -> str:
+    """Name of the index of a sharded export."""
+    return f"{stem}.safetensors.index.json"
+
+
+SINGLE_FILE = single_name("model")
+INDEX_FILE = index_name("model")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -34,7 +46,6 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_SHARD_NAME = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$")
 _HEADER_ALIGNMENT = 8
 
 
@@ -66,6 +77,9 @@ class CheckpointReader:
 
     Opening reads every header, so that a damaged or missing file is found before anything is loaded.
 
+    Args:
+        stem: first part of the file names.
+
     Attributes:
         directory: where the files are.
         tensors: every tensor by name, in file order.
@@ -74,14 +88,16 @@ class CheckpointReader:
         CheckpointError: no weights, a damaged or missing file, or an index that disagrees with its shards.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, stem: str = "model") -> None:
         self.directory = Path(directory)
         self.tensors: dict[str, StoredTensor] = {}
+        self._index = self.directory / index_name(stem)
         self._files: dict[Path, Any] = {}
         self._stack = ExitStack()
         try:
-            weight_map = _weight_map(self.directory)
-            names = dict.fromkeys(weight_map.values()) if weight_map else {SINGLE_FILE: None}
+            single = self.directory / single_name(stem)
+            weight_map = _weight_map(self._index, single)
+            names = dict.fromkeys(weight_map.values()) if weight_map else {single.name: None}
             for name in names:
                 self._open(self.directory / name)
             if weight_map:
@@ -93,7 +109,7 @@ class CheckpointReader:
     def _open(self, path: Path) -> None:
         if not path.is_file():
             raise CheckpointError(
-                f"{self.directory / INDEX_FILE} — {path.name!r} — every file that the index names must exist — "
+                f"{self._index} — {path.name!r} — every file that the index names must exist — "
                 "download or copy the missing file"
             )
         try:
@@ -114,17 +130,16 @@ class CheckpointReader:
             self.tensors[key] = StoredTensor(tuple(entry.get_shape()), entry.get_dtype(), path)
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
-        index = self.directory / INDEX_FILE
         for key, name in weight_map.items():
             if key not in self.tensors or self.tensors[key].file.name != name:
                 raise CheckpointError(
-                    f"{index} — tensor {key!r} — must be in {name}, which the index names for it — "
+                    f"{self._index} — tensor {key!r} — must be in {name}, which the index names for it — "
                     "the index and the shards are of different exports: copy them again"
                 )
         for key, stored in self.tensors.items():
             if key not in weight_map:
                 raise CheckpointError(
-                    f"{stored.file} — tensor {key!r} — is not listed in {INDEX_FILE} — "
+                    f"{stored.file} — tensor {key!r} — is not listed in {self._index.name} — "
                     "the index and the shards are of different exports: copy them again"
                 )
 
@@ -159,15 +174,15 @@ class CheckpointReader:
         self.close()
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
+def _weight_map(index: Path, single: Path) -> dict[str, str]:
     """The index's map from tensor to file name; empty for a single-file checkpoint."""
-    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    directory = index.parent
     if not directory.is_dir():
         raise CheckpointError(f"{directory} — is not a directory — a checkpoint is a directory — check the path")
     if not index.is_file():
         if not single.is_file():
             raise CheckpointError(
-                f"{directory} — holds neither {SINGLE_FILE} nor {INDEX_FILE} — weights are read from safetensors — "
+                f"{directory} — holds neither {single.name} nor {index.name} — weights are read from safetensors — "
                 "check the path, or convert other formats with transformers first"
             )
         return {}
@@ -181,12 +196,45 @@ def _weight_map(directory: Path) -> dict[str, str]:
         ) from error
     if not weight_map or not names_ok:
         raise CheckpointError(f"{index} — weight_map — must map tensor names to file names of this directory — fix it")
-    if single.is_file() and SINGLE_FILE not in weight_map.values():
+    if single.is_file() and single.name not in weight_map.values():
         raise CheckpointError(
-            f"{directory} — holds {SINGLE_FILE} and an {INDEX_FILE} that doesn't name it — "
+            f"{directory} — holds {single.name} and an {index.name} that doesn't name it — "
             "one of them is of another export — remove it"
         )
     return weight_map
+
+
+class Shard(NamedTuple):
+    """A file that is to be written, and the tensors in it, in file order."""
+
+    name: str
+    keys: tuple[str, ...]
+
+
+def plan_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int, stem: str = "model") -> tuple[Shard, ...]:
+    """Lay tensors out in files, filled in order: one file, or numbered shards.
+
+    Args:
+        max_shard_bytes: a shard is closed before it would exceed this; a larger tensor gets its own.
+
+    Raises:
+        ConfigError: a shard size below 1.
+    """
+    assert specs, "an export without tensors"
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes — {max_shard_bytes} — must be at least 1 — try {DEFAULT_SHARD_BYTES}")
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key, spec in specs.items():
+        if groups[-1] and size + spec.num_bytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += spec.num_bytes
+    names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    # Wider dtypes first keeps every tensor of a file aligned.
+    ordered = (tuple(sorted(keys, key=lambda key: -specs[key].dtype.itemsize)) for keys in groups)
+    return tuple(map(Shard, names if len(groups) > 1 else [single_name(stem)], ordered))
 
 
 class ShardWriter:
@@ -197,39 +245,58 @@ class ShardWriter:
 
     Args:
         directory: created if needed.
-        specs: every tensor that will be written, in file order.
-        max_shard_bytes: a shard is closed before it would exceed this; a larger tensor gets its own.
+        specs: every tensor of the export, in file order.
+        max_shard_bytes: see `plan_shards`.
+        stem: first part of the file names.
+        own: names of the files that this process writes, where several processes share an export in a new directory;
+            None: all of them.
+        writes_index: this process writes the index, if there is one.
+        metadata: strings for each file's header, besides the format.
+        sync: flush files to the disk before they get their names; False if the caller does.
 
     Raises:
         ConfigError: a shard size below 1.
     """
 
     def __init__(
-        self, directory: Path, specs: Mapping[str, TensorSpec], *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        *,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        stem: str = "model",
+        own: Collection[str] | None = None,
+        writes_index: bool = True,
+        metadata: Mapping[str, str] | None = None,
+        sync: bool = True,
     ) -> None:
-        assert specs, "an export without tensors"
-        if max_shard_bytes < 1:
-            raise ConfigError(f"max_shard_bytes — {max_shard_bytes} — must be at least 1 — try {DEFAULT_SHARD_BYTES}")
         self.directory = Path(directory)
         self._specs = dict(specs)
-        self._pending = set(specs)
-        self._places: dict[str, tuple[int, int]] = {}
-        self._streams: list[BinaryIO] = []
+        self._metadata = dict(metadata or {})
+        self._sync = sync
+        self._stem = stem
+        self._shards = plan_shards(specs, max_shard_bytes, stem)
+        self._shared = own is not None
+        self._writes_index = writes_index
+        self._names = [shard.name for shard in self._shards if own is None or shard.name in own]
+        self._pending = {key for shard in self._shards if shard.name in self._names for key in shard.keys}
+        self._missing_bytes = {key: specs[key].num_bytes for key in self._pending}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._streams: dict[str, BinaryIO] = {}
         self.directory.mkdir(parents=True, exist_ok=True)
-        groups = _split_into_shards(self._specs, max_shard_bytes)
-        self._names = (
-            [SINGLE_FILE]
-            if len(groups) == 1
-            else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-        )
-        for shard, keys in enumerate(groups):
-            self._begin_shard(shard, keys)
+        try:
+            for shard in self._shards:
+                if shard.name in self._names:
+                    self._begin_shard(*shard)
+        except BaseException:
+            self.discard()
+            raise
 
     def _partial(self, name: str) -> Path:
         return self.directory / f"{name}.partial"
 
-    def _begin_shard(self, shard: int, keys: list[str]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def _begin_shard(self, name: str, keys: tuple[str, ...]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **self._metadata}}
         offset = 0
         for key in keys:
             spec = self._specs[key]
@@ -238,53 +305,77 @@ class ShardWriter:
                 "shape": list(spec.shape),
                 "data_offsets": [offset, offset + spec.num_bytes],
             }
-            self._places[key] = (shard, offset)
+            self._places[key] = (name, offset)
             offset += spec.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         start = 8 + len(text)
-        stream = self._partial(self._names[shard]).open("wb")
-        self._streams.append(stream)
+        stream = self._streams[name] = self._partial(name).open("wb")
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
+        stream.flush()
         stream.truncate(start + offset)
         for key in keys:
-            self._places[key] = (shard, start + self._places[key][1])
+            self._places[key] = (name, start + self._places[key][1])
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Put one tensor at its place. Its shape and dtype must be the announced ones."""
         spec = self._specs[key]
-        assert key in self._pending, f"{key} was written twice"
         assert (tuple(tensor.shape), tensor.dtype) == spec, f"{key}: {tensor.shape} {tensor.dtype}, announced {spec}"
+        self._put(key, tensor, 0)
+
+    def write_rows(self, key: str, first_row: int, rows: Tensor) -> None:
+        """Put rows of one tensor at their place; together the calls for a tensor must bring every row once.
+
+        Threads may call this (and `write`) for different tensors at the same time.
+        """
+        spec = self._specs[key]
+        assert (tuple(rows.shape[1:]), rows.dtype) == (spec.shape[1:], spec.dtype), f"{key}: {rows.shape} {rows.dtype}"
+        assert first_row + rows.shape[0] <= spec.shape[0], f"{key}: row {first_row + rows.shape[0]} of {spec.shape}"
+        self._put(key, rows, first_row * (spec.num_bytes // max(1, spec.shape[0])))
+
+    def _put(self, key: str, tensor: Tensor, offset: int) -> None:
         shard, start = self._places[key]
-        stream = self._streams[shard]
-        stream.seek(start)
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        stream.write(raw.numpy().data)
-        self._pending.remove(key)
+        assert key in self._pending and tensor.nbytes <= self._missing_bytes[key], f"{key} was written twice"
+        self._missing_bytes[key] -= write_at(self._streams[shard].fileno(), start + offset, tensor)
+        if not self._missing_bytes[key]:
+            self._pending.remove(key)
 
     def close(self) -> None:
         """Flush, rename into place, write the index and remove shards of an earlier export."""
         assert not self._pending, f"never written: {sorted(self._pending)[:5]}"
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.flush()
-            os.fsync(stream.fileno())
+            if self._sync:
+                os.fsync(stream.fileno())
             stream.close()
         for name in self._names:
             self._partial(name).replace(self.directory / name)
-        index = self.directory / INDEX_FILE
-        if len(self._names) > 1:
+        index = self.directory / index_name(self._stem)
+        if len(self._shards) > 1 and self._writes_index:
             write_json(index, self._index())
-        else:
+        if self._shared:
+            return
+        if len(self._shards) == 1:
             index.unlink(missing_ok=True)
+        earlier = re.compile(rf"^{re.escape(self._stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors$")
         for path in self.directory.iterdir():
-            if _SHARD_NAME.match(path.name) and path.name not in self._names:
+            if earlier.match(path.name) and path.name not in self._names:
                 path.unlink()
 
     def _index(self) -> dict[str, Any]:
         total = sum(spec.num_bytes for spec in self._specs.values())
-        weight_map = {key: self._names[shard] for key, (shard, _) in self._places.items()}
+        weight_map = {key: shard.name for shard in self._shards for key in shard.keys}
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        for stream in self._streams.values():
+            # Closing flushes, which fails again where the disk is full.
+            with suppress(OSError):
+                stream.close()
+        for name in self._names:
+            self._partial(name).unlink(missing_ok=True)
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -292,24 +383,8 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
         if kind is None:
             self.close()
-            return
-        for stream in self._streams:
-            stream.close()
-        for name in self._names:
-            self._partial(name).unlink(missing_ok=True)
-
-
-def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
-    """Names per shard, filled in order. Inside a shard wider dtypes come first, which keeps every tensor aligned."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for key, spec in specs.items():
-        if groups[-1] and size + spec.num_bytes > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(key)
-        size += spec.num_bytes
-    return [sorted(keys, key=lambda key: -specs[key].dtype.itemsize) for keys in groups]
+        else:
+            self.discard()
 
 
 def write_json(path: Path, content: Any) -> None:

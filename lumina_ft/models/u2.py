@@ -136,24 +136,31 @@ class U2ForDiffusion(PreTrainedModel):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute decoder layers and codebook blocks in backward, without reentrance.
 
+        Args:
+            gradient_checkpointing_kwargs: `preserve_rng_state: true` repeats random draws in the recomputation. The
+                model itself draws nothing; adapters with dropout do.
+
         Raises:
-            ConfigError: options, which this model doesn't have.
+            ConfigError: other options, which this model doesn't have.
         """
-        if gradient_checkpointing_kwargs not in (None, {}, {"use_reentrant": False}):
+        options = {"use_reentrant": False, "preserve_rng_state": False, **(gradient_checkpointing_kwargs or {})}
+        if len(options) > 2 or options["use_reentrant"]:
             raise ConfigError(
                 f"gradient_checkpointing_kwargs — {gradient_checkpointing_kwargs} — layers are checkpointed without "
-                "reentrance and without options — leave it out"
+                "reentrance; the only option is preserve_rng_state — leave the others out"
             )
-        self._set_checkpointing(True)
+        self._set_checkpointing(True, keep_random_state=bool(options["preserve_rng_state"]))
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
         self._set_checkpointing(False)
 
-    def _set_checkpointing(self, enabled: bool) -> None:
+    def _set_checkpointing(self, enabled: bool, *, keep_random_state: bool = False) -> None:
         self.model.checkpoint_layers = enabled
+        self.model.keep_random_state = keep_random_state
         if self.config.has_image:
             self.multi_codebook_head.checkpoint_blocks = enabled
+            self.multi_codebook_head.keep_random_state = keep_random_state
 
     @property
     def is_gradient_checkpointing(self) -> bool:

@@ -73,6 +73,7 @@ class U2Backbone(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i, experts_impl) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.checkpoint_layers = False
+        self.keep_random_state = False
 
     def embed(self, input_ids: Tensor, is_media: Tensor) -> Embedded:
         """Token embeddings: column 0 in the word table, or all columns in the image tables and projected.
@@ -116,7 +117,13 @@ class U2Backbone(nn.Module):
                 # With early stop: run to its end, the recomputation would free the partitioned weight of the very
                 # module whose backward asked for it, and accumulating its gradient would fail.
                 hidden, logits, topk = checkpoint(
-                    layer, hidden, rotary, plan, use_reentrant=False, preserve_rng_state=False, early_stop=True
+                    layer,
+                    hidden,
+                    rotary,
+                    plan,
+                    use_reentrant=False,
+                    preserve_rng_state=self.keep_random_state,
+                    early_stop=True,
                 )
             else:
                 hidden, logits, topk = layer(hidden, rotary, plan)

@@ -101,6 +101,7 @@ class CodebookHead(nn.Module):
         self.channel_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.channel_final = ChannelFinal(dim)
         self.checkpoint_blocks = False
+        self.keep_random_state = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CodebookHead":
         before = self.channel_mask
@@ -124,7 +125,8 @@ class CodebookHead(nn.Module):
         condition = query + self.timesteps_embeddings[:, :steps]
         for block in self.channel_blocks:
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(block, x, condition, use_reentrant=False, preserve_rng_state=False, early_stop=True)
+                keep = self.keep_random_state
+                x = checkpoint(block, x, condition, use_reentrant=False, preserve_rng_state=keep, early_stop=True)
             else:
                 x = block(x, condition)
         return self.channel_final(self.channel_norm(x), condition)

@@ -130,7 +130,7 @@ class ModelWriter:
         specs: shape and dtype of every persistent tensor, by native name.
         layout: `packed` or `split`.
         config_json: content of config.json; `model_type` is set to name the layout (spec §1, trap 15).
-        max_shard_bytes: see `ShardWriter`.
+        max_shard_bytes, sync: see `ShardWriter`.
         source_dir: code files (`auto_map`), tokenizer and licence files are copied from here (T12).
 
     Raises:
@@ -146,6 +146,7 @@ class ModelWriter:
         config_json: Mapping[str, Any],
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         source_dir: Path | None = None,
+        sync: bool = True,
     ) -> None:
         if layout not in MODEL_TYPES:
             raise ConfigError(f"layout — {layout!r} — must be one of {', '.join(MODEL_TYPES)} — choose one")
@@ -158,7 +159,7 @@ class ModelWriter:
             for key in self._keys(name, spec.shape):
                 stored[key] = spec if key == name else TensorSpec(spec.shape[1:], spec.dtype)
         self.num_tensors = len(stored)
-        self._shards = ShardWriter(self.directory, stored, max_shard_bytes=max_shard_bytes)
+        self._shards = ShardWriter(self.directory, stored, max_shard_bytes=max_shard_bytes, sync=sync)
 
     def _keys(self, name: str, shape: tuple[int, ...]) -> list[str]:
         if self.layout == "split" and is_stacked_experts(name):
@@ -173,6 +174,14 @@ class ModelWriter:
             return
         for expert, key in enumerate(keys):
             self._shards.write(key, tensor[expert])
+
+    def write_rows(self, name: str, first_row: int, rows: Tensor) -> None:
+        """Write rows (of stacked experts: some experts) of one tensor; see `ShardWriter.write_rows`."""
+        if self.layout == "split" and is_stacked_experts(name):
+            for i in range(rows.shape[0]):
+                self._shards.write(split_key(name, first_row + i), rows[i])
+        else:
+            self._shards.write_rows(name, first_row, rows)
 
     def __enter__(self) -> "ModelWriter":
         return self

@@ -73,7 +73,7 @@ def build(
     settings = ZeroSettings(WORLD.size, 2, dtype, CLIP, 5000, overlap=False)
     ds_config = resolve_ds_config({"zero_optimization": block}, settings)
     model_cfg = ModelConfig(config="x", random_init=True, dtype=dtype, gradient_checkpointing=checkpointing)
-    model = build_model(model_cfg, CONFIG, ds_config, weights=weights, seed=11, device=WORLD.device)
+    model = build_model(model_cfg, CONFIG, ds_config, weights=weights, seed=11, world=WORLD)
     plan = make_plan(model, frozen)
     apply_plan(model, plan)
     params = dict(model.named_parameters())

@@ -154,8 +154,8 @@ FAULTS = (
         (
             (
                 "lumina_ft/train/loop.py",
-                "totals_by_term = world.sum(supervised_counts(batches).to(world.device)).tolist()",
-                "totals_by_term = (supervised_counts(batches) * world.size).tolist()",
+                "*totals_by_term, stop_votes = world.sum(shares.to(world.device)).tolist()",
+                "*totals_by_term, stop_votes = (shares * world.size).tolist()",
             ),
         ),
         ("tests/dist/test_runs.py::test_one_rank_sees_the_same_packs_as_two",),
