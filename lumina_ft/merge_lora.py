@@ -14,6 +14,8 @@ from rich.table import Table
 from lumina_ft.adapters.combine import WeightedAdapter
 from lumina_ft.adapters.merge import merge_adapters
 from lumina_ft.checkpoint.adapter_source import adapter_of_run
+from lumina_ft.checkpoint.directory import STATE_FILE
+from lumina_ft.checkpoint.manifest import MARKER
 from lumina_ft.config.load import load_run
 from lumina_ft.errors import ConfigError
 from lumina_ft.models.hf_keys import Layout
@@ -62,6 +64,7 @@ def run_merge(
         raise ConfigError(
             f"{missing} — missing — without --config a merge needs --base, --adapter and --output — add it"
         )
+    _check_outside_checkpoints(output)
     with counted("MB") as advance:
         summary = merge_adapters(
             base,
@@ -81,6 +84,16 @@ def run_merge(
         "lowest_delta_cosine": summary.check.lowest_cosine if summary.check else None,
         "verified": summary.check is not None,
     }
+
+
+def _check_outside_checkpoints(output: Path) -> None:
+    """Refuse an output inside a training checkpoint, whose files are listed with their hashes, and get deleted."""
+    for folder in output.resolve().parents:
+        if (folder / STATE_FILE).is_file() and (folder / MARKER).is_file():
+            raise ConfigError(
+                f"--output — {output} — lies in {folder}, a checkpoint of a run, which must stay as it was written — "
+                "choose another directory"
+            )
 
 
 def parse_adapter(text: str) -> WeightedAdapter:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lumina_ft.adapters.delta import lora_delta, merge_weight, round_to
+from lumina_ft.adapters.delta import converted, lora_delta, merge_weight
 from lumina_ft.adapters.files import LoraFile, LoraPair, read_adapter
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
@@ -40,7 +40,7 @@ class Update:
     def new_rows(self, w: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """New values of some rows of a tensor. w: these rows of the base's. dtype: of the result."""
         if self.replacement is not None:
-            return round_to(self.replacement[rows].double(), dtype)
+            return converted(self.replacement[rows], dtype)
         deltas = [lora_delta(pair.a, pair.b[rows], pair.scale) for pair in self.pairs]
         magnitude = self.pairs[0].magnitude
         return merge_weight(w, deltas, magnitude=None if magnitude is None else magnitude[rows], dtype=dtype)

@@ -66,6 +66,11 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return single.to(dtype)
 
 
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of any float dtype in another one, in one rounding."""
+    return round_to(x, dtype) if x.dtype == torch.float64 else x.to(dtype)
+
+
 def delta_cosine(before: Tensor, after: Tensor, delta: Tensor) -> float:
     """How much of an update survived rounding: cosine between `after - before` and `delta`, 1 if nothing was lost.
 

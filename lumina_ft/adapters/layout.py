@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,6 @@ _READ = {
     "target_parameters",
 }
 _WITHOUT_EFFECT = {
-    "alpha_pattern",
     "auto_mapping",
     "ensure_weight_tying",
     "eva_config",
@@ -105,11 +105,33 @@ def check_config(directory: Path, config: dict[str, Any]) -> None:
             "init_lora_weights",
             "such an adapter belongs to a changed base — save it with PEFT's path_initial_model_for_weight_conversion",
         )
-    if type(config.get("r")) is not int or not isinstance(config.get("lora_alpha"), int | float):
+    if type(config.get("r")) is not int or not _is_number(config.get("lora_alpha")):
         raise refuse("r", "r and lora_alpha must be numbers — copy the file again")
+    if not _is_number(config.get("lora_dropout") or 0.0):
+        raise refuse("lora_dropout", "must be a number — copy the file again")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not _is_pattern(config.get(key) or {}):
+            raise refuse(key, "must map regular expressions to numbers — copy the file again")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise refuse("modules_to_save", "must be a list of module names — copy the file again")
     for key, value in config.items():
         if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}, "", 0):
             raise refuse(key, "a kind of LoRA that isn't read here — merge it with PEFT, or train without it")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether this is a dict from valid regular expressions to numbers."""
+    if not isinstance(value, dict) or not all(map(_is_number, value.values())):
+        return False
+    try:
+        return all(re.compile(key) for key in value)
+    except re.error:
+        return False
 
 
 def sort_keys(

@@ -10,7 +10,7 @@ Shape legend: O outputs, I inputs, r rank.
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +71,7 @@ def attach_adapter(
     source: Path | None = None,
     dtype: torch.dtype | None = None,
     frozen: bool = False,
+    on_layer: Callable[[], object] | None = None,
 ) -> Adapter:
     """Put an adapter on a model that has its weights: a new one, or one that an earlier stage has left. Collective.
 
@@ -83,6 +84,7 @@ def attach_adapter(
         dtype: of the forward pass; default: of the model's weights. Values that start from weights start from weights
             in this dtype, so that they don't depend on the ZeRO stage, which decides when weights are cast.
         frozen: the adapter isn't trained, so its input isn't dropped out.
+        on_layer: called after each layer of a new adapter; PiSSA decomposes for seconds in each.
 
     Raises:
         ConfigError: see `plan_targets`; or DoRA on a layer with rows of zeros.
@@ -95,7 +97,7 @@ def attach_adapter(
         return adapter
     dtype = dtype or next(model.parameters()).dtype
     if source is None:
-        start = _initialise(model, targets, cfg, seed=seed, dtype=dtype)
+        start = _initialise(model, targets, cfg, seed=seed, dtype=dtype, on_layer=on_layer)
     else:
         file = read_adapter(source)
         load_modules(model, file)
@@ -218,7 +220,13 @@ def _inject(model: nn.Module, targets: tuple[Target, ...], *, dropout: float) ->
 
 
 def _initialise(
-    model: nn.Module, targets: tuple[Target, ...], cfg: LoraConfig, *, seed: int, dtype: torch.dtype
+    model: nn.Module,
+    targets: tuple[Target, ...],
+    cfg: LoraConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    on_layer: Callable[[], object] | None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Initial values of a new adapter; returns `Adapter.start`."""
     start: dict[str, tuple[Tensor, Tensor]] = {}
@@ -245,6 +253,8 @@ def _initialise(
         write_tensor(layer.lora_B[ADAPTER_NAME].weight, b)
         if target.use_dora:
             _measure_rows(layer, target, dtype)
+        if on_layer is not None:
+            on_layer()
     return start
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lumina_ft.adapters.combine import Update, WeightedAdapter, combine, open_adapters
+from lumina_ft.adapters.delta import converted
 from lumina_ft.adapters.files import LoraFile
 from lumina_ft.adapters.logits import BOUNDS, MAX_PARAMETERS, LogitsCheck, compare_logits
 from lumina_ft.adapters.output import add_companions, check_output, flushed_meanwhile, written_aside
@@ -102,7 +103,7 @@ def merge_adapters(
         target_layout: Layout = layout or reader.layout
         meter = _Meter(progress, plan.num_bytes * (2 if verify else 1))
         start = time.monotonic()
-        with written_aside(output, plan.num_bytes) as aside:
+        with written_aside(output, plan.num_bytes, overwrite=overwrite) as aside:
             out = ModelWriter(
                 aside,
                 plan.specs,
@@ -201,7 +202,7 @@ def _write_tensors(out: ModelWriter, reader: NativeReader, plan: _Plan, meter: "
         for rows, piece in reader.pieces(name):
             if remembering:
                 hasher.update(piece)
-            values = piece.to(dtype) if update is None else update.new_rows(piece, rows, dtype)
+            values = converted(piece, dtype) if update is None else update.new_rows(piece, rows, dtype)
             out.write_rows(name, rows.start, values)
             meter.advance(values.numel() * dtype.itemsize)
         if remembering:

@@ -22,12 +22,16 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
     """Refuse an output that would destroy something.
 
     Raises:
-        CheckpointError: it exists and `overwrite` isn't given, or it isn't a model directory.
+        CheckpointError: it exists and `overwrite` isn't given, or it isn't a model directory and nothing else.
         ConfigError: it is one of the inputs, or holds one.
     """
     for path in inputs:
         if path.resolve().is_relative_to(output.resolve()):
             raise ConfigError(f"--output — {output} — holds {path}, which is merged — choose another directory")
+    _, replaced = _beside(output)
+    if replaced.exists() and not output.exists():
+        # An earlier --overwrite was killed between its two renames.
+        replaced.rename(output)
     if not output.exists() and not output.is_symlink():
         return
     if not overwrite:
@@ -40,25 +44,37 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
             f"{output} — is not a model directory ({CONFIG_FILE} and safetensors) — --overwrite replaces only those — "
             "remove it, or choose another"
         )
+    foreign = sorted(path.name for path in output.iterdir() if path.is_dir() and path.name != CODEC_DIR)
+    if foreign:
+        raise CheckpointError(
+            f"{output} — holds {', '.join(foreign)} beside the model — --overwrite would delete that too — move it "
+            "away, or choose another directory"
+        )
+
+
+def _beside(output: Path) -> tuple[Path, Path]:
+    """Where an output is while it is written, and where the one that it replaces is meanwhile."""
+    # `.` has no name of its own.
+    absolute = Path(os.path.abspath(output))
+    return absolute.with_name(f".{absolute.name}.partial"), absolute.with_name(f".{absolute.name}.replaced")
 
 
 @contextmanager
-def written_aside(output: Path, needed_bytes: int) -> Iterator[Path]:
+def written_aside(output: Path, needed_bytes: int, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill. On success it takes the place of `output` at once; on failure it is removed.
 
     Args:
-        output: what exists there has been checked to be replaceable.
+        output: see `check_output`. overwrite: replace what is there; else a directory that appeared in the meantime
+            is refused.
         needed_bytes: refused beforehand if the disk has less.
 
     Raises:
         RunError: the disk is full or fails.
         ConfigError: the folder can't be created.
+        CheckpointError: `output` appeared in the meantime.
     """
-    aside = output.with_name(f".{output.name}.partial")
-    replaced = output.with_name(f".{output.name}.replaced")
-    if replaced.exists() and not output.exists():
-        # An earlier --overwrite was killed between its two renames.
-        replaced.rename(output)
+    output = Path(os.path.abspath(output))
+    aside, replaced = _beside(output)
     for leftover in (aside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
@@ -73,6 +89,10 @@ def written_aside(output: Path, needed_bytes: int) -> Iterator[Path]:
             )
         yield aside
         if output.exists():
+            if not overwrite:
+                raise CheckpointError(
+                    f"{output} — appeared while the merge was running — a merge writes a new directory — choose another"
+                )
             output.rename(replaced)
         aside.rename(output)
     except BaseException as error:

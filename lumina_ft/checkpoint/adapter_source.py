@@ -9,11 +9,10 @@ from lumina_ft.errors import CheckpointError
 
 
 class AdapterSource(NamedTuple):
-    """base: model directory that the adapter was trained on. adapter: PEFT directory. checkpoint: that holds it."""
+    """base: model directory that the adapter was trained on. adapter: PEFT directory."""
 
     base: Path
     adapter: Path
-    checkpoint: Path
 
 
 def adapter_of_run(cfg: RunConfig) -> AdapterSource:
@@ -31,7 +30,7 @@ def adapter_of_run(cfg: RunConfig) -> AdapterSource:
         )
     newest = found[-1]
     if newest.adapter_dir is not None:
-        return AdapterSource(newest.base_dir, newest.adapter_dir, newest.path)
+        return AdapterSource(newest.base_dir, newest.adapter_dir)
     state = newest.state
     stage = cfg.stages[state.stage_index] if state.stage_index < len(cfg.stages) else None
     merged = stage is not None and state.stage_finished and stage.lora != "off" and stage.lora_at_end == "merge"

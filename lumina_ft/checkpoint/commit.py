@@ -7,12 +7,11 @@ A rank whose disk fails keeps taking part in every collective, without writing. 
 phase, so that all of them raise the same error, and none waits for one that has given up.
 """
 
+import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +37,7 @@ from lumina_ft.checkpoint.manifest import MARKER, Manifest, format_manifest, has
 from lumina_ft.checkpoint.verify import check_files
 from lumina_ft.errors import CheckpointError, LuminaError, RunError
 from lumina_ft.models.tensor_files import TensorSpec, write_json
-from lumina_ft.parallel.dist import World
+from lumina_ft.parallel.dist import World, work_apart
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ tensor in the rank that writes it, and `adapter_written` only with an adapter; r
 `rotating` lies between the renaming and the deletion of an old checkpoint."""
 
 _MARKER_ASIDE = f".{MARKER}"
-_MAX_PAUSE_SECONDS = 1.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reached(point: str) -> None:
@@ -144,22 +143,9 @@ class Commit:
     def together(self, work: Callable[[], T]) -> T | None:
         """Long local work on every rank, then `agree`.
 
-        It runs in a thread, while the ranks ask each other whether all are done: a slow disk must not look like a lost
-        rank, and a lost rank must not go unnoticed behind a slow disk.
+        However slow a disk is, its rank doesn't look lost: see `work_apart`.
         """
-        if self.world.size == 1:
-            result = self.attempt(work)
-        else:
-            with ThreadPoolExecutor(1) as pool:
-                job = pool.submit(self.attempt, work)
-                pause = 0.002
-                while sum(self.world.gather_ints(int(job.done()))) < self.world.size:
-                    if job.done():
-                        time.sleep(pause)
-                    else:
-                        wait([job], timeout=pause)
-                    pause = min(2 * pause, _MAX_PAUSE_SECONDS)
-                result = job.result()
+        result = work_apart(self.world, lambda: self.attempt(work))
         self.agree()
         return result
 
@@ -264,8 +250,13 @@ class Commit:
         reached("committed")
 
     def _describe(self, error: OSError) -> str:
-        path = error.filename or self.final
-        return f"rank {self.rank} — {path} — {self._no_room(error.strerror or str(error))}"
+        where, what = f"rank {self.rank} — {error.filename or self.final}", error.strerror or str(error)
+        if error.errno in _NO_ROOM:
+            return f"{where} — {self._no_room(what)}"
+        return (
+            f"{where} — {what} — {self.final.name} must be written whole, nothing of it is kept; "
+            f"{self._describe_intact()} — make the folder writable, then continue with --resume"
+        )
 
     def _no_room(self, what: str) -> str:
         folder = checkpoints_dir(self.run_dir)
@@ -319,7 +310,7 @@ def rotate(run_dir: Path, keep: int, spare: Path | None = None) -> None:
     complete = complete_checkpoints(run_dir)
     inside = [c for c in complete if not c.state.stage_finished]
     doomed = inside[: max(0, len(inside) - keep)]
-    if spare is not None:
+    if spare is not None and spare.exists():
         doomed = [c for c in doomed if not c.path.samefile(spare)]
     bases = {holding_checkpoint(run_dir, c.state.base) for c in complete}
     for old in doomed:

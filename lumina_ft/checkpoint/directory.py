@@ -10,7 +10,6 @@
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -98,7 +97,7 @@ class Checkpoint:
         if not base.is_dir():
             raise CheckpointError(
                 f"{self.path / STATE_FILE} — base {str(base)!r} — no such directory; the adapter was trained on it — "
-                "bring it back, or correct the path"
+                "bring it back, or put a link to it there"
             )
         return base
 
@@ -231,10 +230,10 @@ def holding_checkpoint(run_dir: Path, base: str | None) -> Path | None:
     """The checkpoint of the run inside which a `TrainState.base` lies, or None."""
     if base is None:
         return None
-    folder = checkpoints_dir(run_dir)
-    target = Path(os.path.normpath(run_dir / base))
+    # Resolved, as `base_reference` has done: the folder may be a link to another disk.
+    folder, target = checkpoints_dir(run_dir).resolve(), (run_dir / base).resolve()
     inside = target.is_relative_to(folder) and target != folder
-    return folder / target.relative_to(folder).parts[0] if inside else None
+    return checkpoints_dir(run_dir) / target.relative_to(folder).parts[0] if inside else None
 
 
 def _named(run_dir: Path) -> list[Path]:

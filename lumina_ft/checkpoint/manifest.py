@@ -73,12 +73,17 @@ def hash_files(folder: Path, names: Iterable[str], *, said: str | None = None) -
         order = sorted(names, key=lambda name: -sizes[name])
         jobs: dict[str, Future[FileEntry]] = {n: pool.submit(hash_file, folder / n, read[n]) for n in order}
         waiting = set(jobs.values())
-        while waiting:
-            done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for job in done:
-                job.result()
-            if show is not None:
-                show(sum(r[0] for r in read.values()) >> 20, sum(sizes.values()) >> 20)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for job in done:
+                    job.result()
+                if show is not None:
+                    show(sum(r[0] for r in read.values()) >> 20, sum(sizes.values()) >> 20)
+        except BaseException:
+            # Leaving the pool waits for what has been submitted: hundreds of GB, after Ctrl-C or a file that is gone.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         return {name: jobs[name].result() for name in names}
 
 

@@ -17,7 +17,7 @@ from lumina_ft.checkpoint.save import state_name
 from lumina_ft.errors import CheckpointError
 from lumina_ft.models.groups import base_name
 from lumina_ft.models.tensor_files import CheckpointReader
-from lumina_ft.parallel.dist import World
+from lumina_ft.parallel.dist import World, work_apart
 from lumina_ft.parallel.engine import Engine
 from lumina_ft.parallel.progress import LOAD, Progress
 from lumina_ft.parallel.state import STATE_KEYS, StateKey, load_state
@@ -49,7 +49,8 @@ def check_base(checkpoint: Checkpoint, world: World) -> None:
     if checkpoint.state.base is None or wanted is None:
         return
     base = checkpoint.base_dir
-    found = world.from_main(base_identity(base).digest if world.is_main else None)
+    # Rank 0 may read for longer than a collective may take.
+    found = world.from_main(work_apart(world, lambda: base_identity(base).digest if world.is_main else None))
     if found != wanted:
         raise CheckpointError(
             f"{base} — hash {found} — the adapter in {checkpoint.path} was trained on {wanted} — bring that base back"

@@ -183,7 +183,8 @@ class ParallelConfig(Section):
     threads_per_rank: CountOrZero = 0
     """CPU threads of a rank; 0: this machine's cores divided by its ranks."""
     timeout_minutes: Annotated[Positive, Field(le=525_600)] = 30.0
-    """Limit of one collective; a longer one ends the run with a report on every rank."""
+    """Longest time without a sign of life from a rank: a module, a collective, a pack, a tensor read or written. Then
+    the run ends with a report on every rank."""
     grace_seconds: Annotated[NonNegative, Field(le=86_400)] = 600.0
     """After SIGTERM or Ctrl-C: time to finish the step and save before the ranks are killed; 0 kills at once."""
     master_port: Annotated[CountOrZero, Field(le=65_535)] = 0

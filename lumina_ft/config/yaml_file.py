@@ -102,7 +102,7 @@ def _collect_lines(node: Any, key: Key, lines: dict[Key, int], seen: set[int]) -
 def dump_yaml(config: BaseModel, path: Path) -> None:
     """Write the resolved config, all defaults included, so that reading it gives an equal config.
 
-    The file appears whole or not at all.
+    The file appears whole or not at all, also where the machine loses power: without it, no run can be resumed.
     """
     yaml = YAML()
     yaml.default_flow_style = False
@@ -110,7 +110,11 @@ def dump_yaml(config: BaseModel, path: Path) -> None:
     text = StringIO()
     yaml.dump(_quoted(config.model_dump(mode="json")), text)  # pyright: ignore
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text.getvalue(), encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text.getvalue())
+        file.flush()
+        # Else some file systems have the new name on disk before the content.
+        os.fsync(file.fileno())
     os.replace(aside, path)
 
 

@@ -122,15 +122,19 @@ def _train(cfg: RunConfig, point: ResumePoint, stop: StopRequest, on_hang: Calla
 
 def _first_point(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumePoint:
     check_run(cfg)
+    if resume:
+        return share_point(lambda: _find_point(cfg), cfg.parallel.timeout_minutes)
     # The others meet rank 0 in the process group, which it joins only when the directory is ready, or not at all.
-    point = prepare_run_dir(cfg, resume=resume, overwrite=overwrite) if is_main_rank() else ResumePoint(0, None)
-    if not resume:
-        return point
-    if is_main_rank():
-        sys.stderr.write(f"{point.describe()}\n")
-        with (cfg.output_dir / LOG_FILE).open("a", encoding="utf-8") as log:
-            log.write(f"{point.describe()}\n")
-    return share_point(point, cfg.parallel.timeout_minutes)
+    return prepare_run_dir(cfg, resume=False, overwrite=overwrite) if is_main_rank() else ResumePoint(0, None)
+
+
+def _find_point(cfg: RunConfig) -> ResumePoint:
+    """Where the run continues, said on stderr and in the log."""
+    point = prepare_run_dir(cfg, resume=True, overwrite=False)
+    sys.stderr.write(f"{point.describe()}\n")
+    with (cfg.output_dir / LOG_FILE).open("a", encoding="utf-8") as log:
+        log.write(f"{point.describe()}\n")
+    return point
 
 
 def _become_stage(index: int) -> NoReturn:

@@ -71,14 +71,12 @@ def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumeP
         RunError: the disk is full.
     """
     path = cfg.output_dir
-    point = ResumePoint(0, None)
+    earlier, point = None, ResumePoint(0, None)
     present = [name for name in _OWNED if (path / name).exists()]
     if resume:
         earlier = _earlier_config(path)
         point = resume_point(path)
         _check_resumable(cfg, earlier, point)
-        set_damaged_aside(point.skipped)
-        forget_lost_steps(path, earlier, point)
     elif present and not overwrite:
         raise ConfigError(
             f"output_dir — {str(path)!r} — already holds a run ({', '.join(present)}) — "
@@ -86,9 +84,13 @@ def prepare_run_dir(cfg: RunConfig, *, resume: bool, overwrite: bool) -> ResumeP
         )
     elif present:
         _check_overwrite(cfg, present)
-        for name in present:
-            _remove(path / name)
     try:
+        if earlier is not None:
+            set_damaged_aside(point.skipped)
+            forget_lost_steps(path, earlier, point)
+        else:
+            for name in present:
+                _remove(path / name)
         path.mkdir(parents=True, exist_ok=True)
         _remove(path / ERRORS_DIR)
         if point.stage_index < len(cfg.stages):
@@ -186,7 +188,10 @@ def _record_environment(path: Path) -> None:
     launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     launches.append(describe_environment())
     aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(launches, indent=2) + "\n", encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(launches, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
 
 

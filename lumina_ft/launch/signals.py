@@ -85,7 +85,8 @@ def _next_signal() -> tuple[int, int]:
 
 def _tells_of_lost_rank(sender: int, ranks_here: int) -> bool:
     """Whether the parent has sent this because one of its ranks has ended."""
-    if sender != os.getppid():
+    # 0 is the kernel or another container, never the parent; a container's first process has 0 as its parent's number.
+    if not sender or sender != os.getppid():
         return False
     alive = 0
     with suppress(psutil.NoSuchProcess):

@@ -388,7 +388,10 @@ class ShardWriter:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file aside and rename it, so that readers see the old or the new one."""
+    """Write a JSON file aside, flush and rename it, so that readers see the old or the new one, whatever happens."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)

@@ -4,12 +4,14 @@ import logging
 import os
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -28,6 +30,10 @@ from lumina_ft.parallel.watchdog import HANG_DIR, OnHang, Watchdog
 _ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _BACKSTOP = timedelta(minutes=10)
+
+_MAX_PAUSE_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -98,6 +104,29 @@ class World:
         torch_dist.destroy_process_group()
         for undo in self._on_close:
             undo()
+
+
+def work_apart(world: World, work: Callable[[], T]) -> T:
+    """Long local work on every rank, in a thread, while the ranks ask each other whether all are done. Collective.
+
+    A rank that reads or writes for long must not look lost to those that wait for it, and a lost rank must not go
+    unnoticed behind it.
+
+    Returns:
+        What `work` returns. What it raises is raised when all are done, on its rank alone.
+    """
+    if world.size == 1:
+        return work()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(work)
+        pause = 0.002
+        while sum(world.gather_ints(int(job.done()))) < world.size:
+            if job.done():
+                time.sleep(pause)
+            else:
+                wait([job], timeout=pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+        return job.result()
 
 
 def init_distributed(

@@ -177,9 +177,9 @@ class Watchdog:
         for name in self._names(kind):
             try:
                 text = (self._folder / name).read_text(encoding="utf-8")
-            except OSError:
-                continue  # its rank is leaving
-            positions = [Position.from_json(values) for values in json.loads(text)]
+                positions = [Position.from_json(values) for values in json.loads(text)]
+            except (OSError, ValueError):
+                continue  # its rank is leaving, or a network file system doesn't show all of it yet
             found[positions[0].rank] = positions
         return dict(sorted(found.items()))
 

@@ -114,7 +114,7 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
     ds_config = _engine_config(cfg, plan, world)
     model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, world=world)
     seed = cfg.seed + _STAGE_SEED_STRIDE * stage_index
-    adapter = attach_stage_adapter(model, cfg, plan, start, seed=seed)
+    adapter = attach_stage_adapter(model, cfg, plan, start, seed=seed, progress=world.progress)
     apply_plan(model, plan)
     params = dict(model.named_parameters())
     optimizer, peak_lrs = build_optimizer(params, plan, cfg.optim, lr_ratio=lora.lr_ratio if lora else 1.0)

@@ -9,6 +9,7 @@ from lumina_ft.errors import ConfigError
 from lumina_ft.models.groups import group_of
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
+from lumina_ft.parallel.progress import LOAD, Progress
 from lumina_ft.stages import ParamInfo, StagePlan
 from lumina_ft.train.dropout import draws_dropout
 from lumina_ft.train.start import Start
@@ -33,13 +34,14 @@ def stage_lora(cfg: RunConfig, stage_index: int) -> LoraConfig | None:
 
 
 def attach_stage_adapter(
-    model: U2ForDiffusion, cfg: RunConfig, plan: StagePlan, start: Start, *, seed: int
+    model: U2ForDiffusion, cfg: RunConfig, plan: StagePlan, start: Start, *, seed: int, progress: Progress
 ) -> Adapter | None:
     """Put the stage's adapter on its model: the one that the start holds, or a new one. Collective.
 
     Args:
         model: with the start's weights.
         seed: of a new adapter's values.
+        progress: gets a mark for each layer of a new adapter.
 
     Raises:
         ConfigError: PiSSA, in a run that also trains adapted layers in full.
@@ -55,6 +57,7 @@ def attach_stage_adapter(
         source=start.adapter,
         dtype=getattr(torch, cfg.model.dtype),
         frozen=cfg.stages[plan.index].lora == "freeze",
+        on_layer=lambda: progress.mark(LOAD),
     )
     if cfg.model.gradient_checkpointing and draws_dropout(cfg, plan.index):
         model.gradient_checkpointing_enable({"preserve_rng_state": True})

@@ -136,7 +136,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
 
 
 @pytest.mark.parametrize(("loaded", "saved"), CORE, ids=str)
-def test_D3_a_checkpoint_continues_at_another_number_of_ranks_and_zero_stage(core, loaded, saved):
+def test_a_checkpoint_continues_at_another_number_of_ranks_and_zero_stage(core, loaded, saved):
     core.check(loaded, saved)
 
 
@@ -160,7 +160,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loaded", "saved"), ADAPTED, ids=str)
-def test_D3_an_adapter_continues_at_another_number_of_ranks_and_zero_stage(adapted, loaded, saved):
+def test_an_adapter_continues_at_another_number_of_ranks_and_zero_stage(adapted, loaded, saved):
     adapted.check(loaded, saved)
     last = adapted.path(loaded, saved) / "checkpoints" / f"checkpoint-{STEPS}"
     assert (last / "adapter" / "adapter_model.safetensors").is_file()
@@ -180,13 +180,13 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", TOPOLOGIES, ids=lambda topology: f"from-{topology}")
 @pytest.mark.parametrize("loaded", TOPOLOGIES, ids=lambda topology: f"to-{topology}")
-def test_D3_every_topology_continues_the_checkpoints_of_every_other(every, loaded, saved):
+def test_every_topology_continues_the_checkpoints_of_every_other(every, loaded, saved):
     every.check(loaded, saved)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_D3_uninterrupted_runs_agree_at_every_topology(every, topology):
+def test_uninterrupted_runs_agree_at_every_topology(every, topology):
     """What the continuations are measured by: ranks and ZeRO stage don't change what is trained."""
     ours, theirs = records(every.path(topology)), records(every.path(TOPOLOGIES[0]))
     assert [r["tokens"] for r in ours] == [r["tokens"] for r in theirs]

@@ -1,4 +1,4 @@
-"""Checkpoints that two ranks write together: files, contents, adapters, failing disks (T12)."""
+"""Checkpoints that two ranks write together: files, contents, adapters, failing disks."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def adapted(records, request) -> dict:
     return records["adapted"][request.param]
 
 
-def test_T12_small_checkpoints_are_one_file_each_and_large_ones_are_spread_over_the_ranks(plain):
+def test_small_checkpoints_are_one_file_each_and_large_ones_are_spread_over_the_ranks(plain):
     sharded, whole = plain["files"]["checkpoint-1"], plain["files"]["checkpoint-3"]
     assert {"model/model.safetensors", "optimizer/optimizer.safetensors", "state.json"} <= set(whole)
     for folder in ("model", "optimizer"):
@@ -38,15 +38,15 @@ def test_T12_small_checkpoints_are_one_file_each_and_large_ones_are_spread_over_
     assert plain["owners"] == [0, 1]
 
 
-def test_T12_shards_of_two_writers_hold_what_the_engine_holds(plain):
+def test_shards_of_two_writers_hold_what_the_engine_holds(plain):
     assert plain["same_weights"] == plain["same_state"] == [True, True] and plain["keys"]
 
 
-def test_T12_saving_a_step_twice_writes_it_once(plain):
+def test_saving_a_step_twice_writes_it_once(plain):
     assert plain["untouched"]
 
 
-def test_T12_a_full_disk_of_one_rank_ends_all_with_the_same_error_and_costs_nothing_else(plain):
+def test_a_full_disk_of_one_rank_ends_all_with_the_same_error_and_costs_nothing_else(plain):
     for rank, told in zip((1, 0, 0), plain["errors"], strict=False):
         assert told[0] == told[1]
         assert re.match(rf"rank {rank} — \S*/\w+-\d+-of-\d+\.safetensors — No space left on device — ", told[0])
@@ -54,7 +54,7 @@ def test_T12_a_full_disk_of_one_rank_ends_all_with_the_same_error_and_costs_noth
     assert plain["left"] == ["checkpoint-1", "checkpoint-3"] and plain["intact"] == []
 
 
-def test_T12_a_weight_that_is_not_finite_is_named_on_every_rank(records):
+def test_a_weight_that_is_not_finite_is_named_on_every_rank(records):
     for plain in records["plain"][1:]:
         told = plain["errors"][-1]
         assert told[0] == told[1]

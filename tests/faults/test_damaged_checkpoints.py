@@ -1,4 +1,4 @@
-"""Checkpoints that were whole once (T12): a resume names each damaged one and continues from the one before."""
+"""Checkpoints that were whole once: a resume names each damaged one and continues from the one before."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,14 +59,14 @@ def copy(work, reference, request) -> FaultRun:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_T12_a_damaged_checkpoint_is_skipped_for_the_one_before(copy, damage):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(copy, damage):
     damage(copy.checkpoints[STEPS])
     point = resume_point(copy.path)
     assert point.checkpoint == copy.checkpoints[STEPS - 1]
     assert (point.stage_index, point.inside_stage) == (0, True)
 
 
-def test_T12_a_resume_names_what_it_skips_and_ends_like_the_uninterrupted_run(copy, reference):
+def test_a_resume_names_what_it_skips_and_ends_like_the_uninterrupted_run(copy, reference):
     expected = [
         (STEPS - offset, damage(copy.checkpoints[STEPS - offset]))
         for offset, damage in enumerate((remove_marker, truncate, flip_bit))
@@ -79,7 +79,7 @@ def test_T12_a_resume_names_what_it_skips_and_ends_like_the_uninterrupted_run(co
     copy.check_same_end(reference)
 
 
-def test_T12_a_run_without_any_whole_checkpoint_is_an_error_that_names_them_all(copy):
+def test_a_run_without_any_whole_checkpoint_is_an_error_that_names_them_all(copy):
     damages = dict(zip(copy.checkpoints.items(), (truncate, flip_bit, remove_file, empty_marker), strict=True))
     expected = [(step, damage(path)) for (step, path), damage in damages.items()]
     launch = copy.launch(resume=True)

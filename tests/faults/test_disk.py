@@ -1,4 +1,4 @@
-"""A disk that is full, and a folder that can't be written (T12): a clear error, and nothing lost but the step."""
+"""A disk that is full, and a folder that can't be written: a clear error, and nothing lost but the step."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ def fill(disk: SmallDisk, left_bytes: int) -> tuple[str, str]:
     return "shell", f"fallocate --length $(({free} - {left_bytes})) '{disk.path}/ballast'"
 
 
-def test_T12_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_step(work, reference):
+def test_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_step(work, reference):
     """One run that meets both while it writes a checkpoint, and then neither."""
     size = size_of(reference.checkpoints[STEPS])
     with small_disk(work / "disk", 8 * size) as disk:
@@ -67,7 +67,7 @@ def test_T12_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_st
 
 
 @pytest.mark.slow
-def test_T12_a_disk_too_small_from_the_start_and_one_without_a_byte_left(work, reference):
+def test_a_disk_too_small_from_the_start_and_one_without_a_byte_left(work, reference):
     """Room for one checkpoint and a half is noticed before anything is written. Then not even the log can be."""
     size = size_of(reference.checkpoints[STEPS])
     with small_disk(work / "tiny", int(1.5 * size)) as disk:

@@ -1,4 +1,4 @@
-"""`kill -9` at every named point of the commit protocol and at random moments (T12).
+"""`kill -9` at every named point of the commit protocol and at random moments.
 
 One long run takes many kills: each restart must continue from the newest whole checkpoint and is killed in turn. In
 the end, metrics, weights and optimizer state must equal those of a run that nothing has happened to, bit for bit.
@@ -47,7 +47,7 @@ def finish(run: FaultRun) -> None:
     check_restart(run.launch(resume=True), run, expected, 0)
 
 
-def test_T12_five_kills_while_saving_change_nothing(work, reference):
+def test_five_kills_while_saving_change_nothing(work, reference):
     """Before anything is whole, one rank and all, on both sides of the renaming, and while an old one is deleted."""
     run = FaultRun(work, "five", stages=[{"name": "one", "steps": STEPS}], keep_checkpoints=1)
     faults = (
@@ -86,7 +86,7 @@ def kills_everywhere(whole: FaultRun, whom: str) -> list[Fault]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("whom", "zero", "lora"), [("rank", 3, ADAPTER), ("ranks", 2, None)])
-def test_T12_a_kill_at_every_point_of_the_commit_protocol(work, whom, zero, lora):
+def test_a_kill_at_every_point_of_the_commit_protocol(work, whom, zero, lora):
     how = {"stages": STAGES, "zero": zero, "keep_checkpoints": 1, "lora": lora}
     whole = uninterrupted(work, f"{whom}-whole", **how)
     run = FaultRun(work, whom, **how)
@@ -100,7 +100,7 @@ LONG: Sequence[dict[str, Any]] = ({"name": "one", "steps": 50},)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_T12_kills_at_random_moments(work):
+def test_kills_at_random_moments(work):
     """From outside, like the kernel short of memory or a machine that fails: a rank, all, the launcher, everything."""
     how = {"stages": LONG, "zero": 2, "keep_checkpoints": 1}
     whole = uninterrupted(work, "random-whole", **how)

@@ -1,4 +1,4 @@
-"""A stop whose grace is over in the middle of a save (T12): everything is killed, and only that checkpoint is lost."""
+"""A stop whose grace is over in the middle of a save: everything is killed, and only that checkpoint is lost."""
 
 import signal
 
@@ -7,7 +7,7 @@ from fault_runs import STEPS, Fault, FaultRun
 
 
 @pytest.mark.slow
-def test_T12_a_save_that_outlasts_the_grace_is_killed_and_the_checkpoint_before_serves(work, reference):
+def test_a_save_that_outlasts_the_grace_is_killed_and_the_checkpoint_before_serves(work, reference):
     grace = {"grace_seconds": 2.0}
     run = FaultRun(work, "grace", stages=[{"name": "one", "steps": STEPS}], save_every_steps=2, parallel=grace)
     slow_save = Fault("flushed", (("signal", int(signal.SIGTERM)), ("sleep", 60)), arrival=2)

@@ -1,4 +1,4 @@
-"""Real training that is stopped by signals, or by an error of one rank, in the middle of a step (T12, T14)."""
+"""Real training that is stopped by signals, or by an error of one rank, in the middle of a step (T14)."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ def in_step(step: int, *acts: tuple[str, object]) -> Fault:
     return Fault("loss", acts, rank=1, arrival=MICRO_BATCHES * (step - 1) + 1)
 
 
-def test_T12_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing_had_been(work, reference):
+def test_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing_had_been(work, reference):
     """Stopped in the middle of step 2, then while the regular checkpoint of step 3 is being written."""
     run = FaultRun(work, "stopped", stages=[{"name": "one", "steps": STEPS}], save_every_steps=3)
     announced = "the ranks finish their step and save, within 600 s"
@@ -54,7 +54,7 @@ def test_T12_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing
 
 
 @pytest.mark.slow
-def test_T12_a_stop_between_two_records_of_the_metrics_loses_no_count(work):
+def test_a_stop_between_two_records_of_the_metrics_loses_no_count(work):
     """What has been routed since the last record belongs to the next one, whoever writes it."""
     how = {"stages": [{"name": "one", "steps": STEPS}], "save_every_steps": 0, "log_every_steps": 4, "zero": 2}
     whole = uninterrupted(work, "rare-records", **how)

@@ -67,7 +67,7 @@ def test_T14_an_error_of_one_rank_is_told_without_what_it_does_to_the_others(run
         pytest.param(DEEPSPEED, signal.SIGINT, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_T12_a_signal_to_the_launcher_lets_its_ranks_save(run_file: Path, start, launcher, number, told) -> None:
+def test_a_signal_to_the_launcher_lets_its_ranks_save(run_file: Path, start, launcher, number, told) -> None:
     """It passes a signal on and waits for 30 seconds; rank 0 says what is saved."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     sft = ("cli.py", "sft", "--json", "--config", str(run_file))
@@ -91,7 +91,7 @@ def test_T12_a_signal_to_the_launcher_lets_its_ranks_save(run_file: Path, start,
     assert re.findall("^error: .*", err, re.M) == [f"error: {result['error']}"]
 
 
-def test_T12_ranks_of_torchrun_resume_from_the_checkpoint_that_rank_0_found_whole(run_file: Path, start, seen) -> None:
+def test_ranks_of_torchrun_resume_from_the_checkpoint_that_rank_0_found_whole(run_file: Path, start, seen) -> None:
     sft = ("cli.py", "sft", "--config", str(run_file))
     _, err = start(*TORCHRUN, str(choose_port(0)), *sft).communicate(timeout=120)
     out_dir = run_file.parent / "out"

@@ -1,4 +1,4 @@
-"""How a run is stopped: SIGTERM and SIGINT through the launcher, past it, twice, and with too little time (T12).
+"""How a run is stopped: SIGTERM and SIGINT through the launcher, past it, twice, and with too little time.
 
 The ranks' training is played by a stand-in; `test_stopped_training.py` has the real one.
 """
@@ -54,7 +54,7 @@ def stopped(run_file: Path, start, seen):
     return lambda mode, *overrides: Stopped(run_file, start, seen, mode, *overrides)
 
 
-def test_T12_a_signal_to_every_process_of_the_job_lets_the_ranks_save(stopped) -> None:
+def test_a_signal_to_every_process_of_the_job_lets_the_ranks_save(stopped) -> None:
     """Slurm signals all processes; the launcher signals its ranks, too; and the user's shell may repeat it."""
     run = stopped("stoppable")
     for process in (run.process, run.agent, *run.ranks):
@@ -66,14 +66,14 @@ def test_T12_a_signal_to_every_process_of_the_job_lets_the_ranks_save(stopped) -
     assert f"{run.out_dir}/checkpoints/checkpoint-2 — " in message
 
 
-def test_T12_a_rank_that_is_signalled_alone_stops_the_run(stopped) -> None:
+def test_a_rank_that_is_signalled_alone_stops_the_run(stopped) -> None:
     run = stopped("stoppable")
     run.ranks[1].send_signal(signal.SIGINT)
     message = run.end(130)
     assert message.startswith("stopped by SIGINT — stage 'one', saved after step 2 of 3 — newest checkpoint: ")
 
 
-def test_T12_ranks_that_do_not_end_in_time_are_killed(stopped) -> None:
+def test_ranks_that_do_not_end_in_time_are_killed(stopped) -> None:
     run = stopped("stubborn", "parallel.grace_seconds=1")
     start = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ def test_T12_ranks_that_do_not_end_in_time_are_killed(stopped) -> None:
     assert message.startswith("stopped by SIGTERM — not done within parallel.grace_seconds=1 — no checkpoint yet — ")
 
 
-def test_T12_a_second_signal_kills_at_once(stopped) -> None:
+def test_a_second_signal_kills_at_once(stopped) -> None:
     run = stopped("stubborn")
     run.process.send_signal(signal.SIGTERM)
     run.wait_for_log("SIGTERM: the ranks finish their step")

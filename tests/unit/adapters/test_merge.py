@@ -232,6 +232,16 @@ def test_dtype_is_that_of_all_weights_and_of_no_buffer(tmp_path: Path, source: s
     assert torch.equal(stored[BIAS], state(base)[BIAS]), "near ties between experts are in its low bits"
 
 
+def test_a_float64_base_is_rounded_once(tmp_path: Path):
+    base = write_base(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    # Just above the middle between two bfloat16 numbers; rounded to float32 first it would be on it, and go down.
+    tensors[f"{HEAD}.weight"] = torch.full_like(tensors[f"{HEAD}.weight"], 1.0).double() + 2.0**-8 + 2.0**-40
+    save_file(tensors, base / "model.safetensors")
+    merge(base, tmp_path / "out", write_adapter(tmp_path / "adapter", base), dtype=torch.bfloat16)
+    assert (load_file(tmp_path / "out" / "model.safetensors")[f"{HEAD}.weight"] == 1.0 + 2.0**-7).all()
+
+
 def test_a_small_update_in_bfloat16_warns_and_float32_keeps_it(tmp_path: Path):
     base = write_base(tmp_path / "base", torch.bfloat16)
     adapter = write_adapter(tmp_path / "adapter", base, b_std=5e-6)
@@ -348,6 +358,10 @@ def test_existing_outputs_are_refused_and_overwrite_replaces_models_only(tmp_pat
     (tmp_path / "notes").mkdir()
     with pytest.raises(CheckpointError, match="is not a model directory"):
         merge(base, tmp_path / "notes", adapter, overwrite=True)
+    (tmp_path / "out" / "run").mkdir()
+    with pytest.raises(CheckpointError, match="holds run beside the model — --overwrite would delete that too"):
+        merge(base, tmp_path / "out", adapter, overwrite=True)
+    assert (tmp_path / "out" / "run").is_dir()
     for output in (base, adapter, tmp_path):
         with pytest.raises(ConfigError, match="which is merged — choose another"):
             merge(base, output, adapter, overwrite=True)
@@ -384,13 +398,35 @@ def test_a_full_disk_is_noticed_before_the_first_byte(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_overwrite_left_behind_is_put_right(tmp_path: Path):
-    (tmp_path / ".out.replaced").mkdir()
-    (tmp_path / ".out.replaced" / "old").write_text("")
+def test_what_a_killed_overwrite_left_behind_is_put_right(tmp_path: Path, base: Path, adapter: Path):
+    merge(base, tmp_path / "out", adapter)
+    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
     (tmp_path / ".out.partial").mkdir()
-    with written_aside(tmp_path / "out", 0) as aside:
-        assert (tmp_path / "out" / "old").exists() and not list(aside.iterdir())
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
+    with pytest.raises(CheckpointError, match="exists — a merge writes a new directory"):
+        merge(base, tmp_path / "out", adapter)
+    assert (tmp_path / "out" / "old").exists()
+    merge(base, tmp_path / "out", adapter, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+    assert not (tmp_path / "out" / "old").exists()
+
+
+def test_an_output_that_appears_meanwhile_stays(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="out — appeared while the merge was running"):
+        with written_aside(tmp_path / "out", 0):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "other").write_text("")
+    assert (tmp_path / "out" / "other").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_working_directory_can_be_overwritten(
+    tmp_path: Path, base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+):
+    merge(base, tmp_path / "out", adapter)
+    (tmp_path / "out" / "old").write_text("")
+    monkeypatch.chdir(tmp_path / "out")
+    merge(base, Path(), adapter, overwrite=True)
+    assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "old").exists()
 
 
 def test_progress_reaches_its_total(tmp_path: Path, base: Path, adapter: Path):

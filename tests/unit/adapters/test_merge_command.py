@@ -194,6 +194,17 @@ def test_wrong_wishes_are_one_line_with_exit_code_2(
     assert code == 2 and message in line and sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("inside", ["model", "merged", "adapter/merged"])
+def test_an_output_inside_a_checkpoint_is_refused(run: Run, tmp_path: Path, base: Path, adapter: Path, inside: str):
+    write_run(tmp_path / "run", {})
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    before = sorted(checkpoint.rglob("*"))
+    output = checkpoint / inside
+    code, _, err = run("--base", base, "--adapter", adapter, "--output", output, "--overwrite")
+    assert code == 2 and f"--output — {output} — lies in {checkpoint}, a checkpoint of a run" in err
+    assert sorted(checkpoint.rglob("*")) == before
+
+
 def test_warnings_go_to_stderr(run: Run, tmp_path: Path, base: Path):
     plain = write_adapter(tmp_path / "plain", None)
     code, out, err = run("--base", base, "--adapter", plain, "--output", tmp_path / "out", "--json")

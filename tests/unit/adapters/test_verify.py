@@ -216,6 +216,18 @@ def test_values_around_a_tie_are_right_only_as_far_as_float64_tells(
             merge(base, adapter, overwrite=True)
 
 
+@pytest.mark.parametrize("name", [f"{DENSE}.weight", "lm_head.weight"])
+def test_a_tensor_that_kept_the_dtype_of_the_base_is_caught(base: Path, adapter: Path, monkeypatch: Patch, name: str):
+    real = merge_module._output_specs
+
+    def forget_dtype(stored, *arguments):
+        return real(stored, *arguments) | {name: stored[name]}
+
+    monkeypatch.setattr(merge_module, "_output_specs", forget_dtype)
+    with pytest.raises(RunError, match=rf"{name} is torch\.bfloat16, not torch\.float32"):
+        merge(base, adapter, dtype=torch.float32)
+
+
 def test_dora_faults_are_caught(tmp_path: Path, base: Path, monkeypatch: Patch) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, dora=True)
     real = combine_module.merge_weight

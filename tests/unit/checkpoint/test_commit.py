@@ -1,4 +1,4 @@
-"""The commit protocol: points in order, nothing half-written, agreement of the ranks, rotation (T12)."""
+"""The commit protocol: points in order, nothing half-written, agreement of the ranks, rotation."""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def alone() -> World:
     return World(0, 1, 0, torch.device("cpu"))
 
 
-def test_T12_the_marker_lists_every_file_with_size_and_hash(tmp_path):
+def test_the_marker_lists_every_file_with_size_and_hash(tmp_path):
     with new_checkpoint(tmp_path, state(4, 4)) as folder:
         (folder / "model").mkdir()
         save_file({"w": torch.ones(3)}, folder / "model" / "model.safetensors")
@@ -72,7 +72,7 @@ def test_T12_the_marker_lists_every_file_with_size_and_hash(tmp_path):
     assert all(isinstance(entry, FileEntry) and len(entry.xxh3) == 32 for entry in manifest.values())
 
 
-def test_T12_points_come_in_order_and_only_the_marker_makes_a_checkpoint(tmp_path, monkeypatch):
+def test_points_come_in_order_and_only_the_marker_makes_a_checkpoint(tmp_path, monkeypatch):
     write(tmp_path, state(2, 2))
     seen: list[str] = []
     complete: list[int] = []
@@ -90,7 +90,7 @@ def test_T12_points_come_in_order_and_only_the_marker_makes_a_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("point", ["made", "verified", "flushed", "renamed", "marker_written", "committed"])
-def test_T12_an_end_at_any_point_leaves_a_checkpoint_to_continue_from(tmp_path, monkeypatch, point):
+def test_an_end_at_any_point_leaves_a_checkpoint_to_continue_from(tmp_path, monkeypatch, point):
     """A process that ends runs no clean-up: what lies there is what the restart finds."""
     write(tmp_path, state(4, 4))
 
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_a_checkpoint_that_fails(tmp_path):
     assert names(tmp_path) == {"checkpoint-4"}
 
 
-def test_T12_a_full_disk_names_rank_path_room_and_what_is_intact(tmp_path):
+def test_a_full_disk_names_rank_path_room_and_what_is_intact(tmp_path):
     write(tmp_path, state(4, 4))
     pattern = (
         r"^rank 0 — .*checkpoint-8 — No space left on device — checkpoint-8 needs 0 bytes, .* are free in "
@@ -139,7 +139,7 @@ def test_T12_a_full_disk_names_rank_path_room_and_what_is_intact(tmp_path):
     assert names(tmp_path) == {"checkpoint-4"}
 
 
-def test_T12_room_is_made_sure_of_before_anything_is_written(tmp_path):
+def test_room_is_made_sure_of_before_anything_is_written(tmp_path):
     commit = Commit(tmp_path, state(8, 8), alone())
     with pytest.raises(RunError, match=r"no room — checkpoint-8 needs 1e\+06 TB, .* no earlier checkpoint exists"):
         commit.begin(needed=10**18)
@@ -147,7 +147,7 @@ def test_T12_room_is_made_sure_of_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("point", ["flushed", "renamed", "marker_written"])
-def test_T12_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path, monkeypatch, point):
+def test_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path, monkeypatch, point):
     write(tmp_path, state(4, 4))
 
     def reached(at: str) -> None:
@@ -170,7 +170,7 @@ def test_T12_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path, monkeyp
         ({"a": torch.tensor([torch.inf, -torch.inf])}, r"a — holds values that aren't finite.*checkpoint-4 is intact"),
     ],
 )
-def test_T12_files_are_reopened_and_compared_with_what_was_announced(tmp_path, written, message):
+def test_files_are_reopened_and_compared_with_what_was_announced(tmp_path, written, message):
     write(tmp_path, state(4, 4))
     commit = Commit(tmp_path, state(8, 8), alone())
     assert commit.begin(needed=10, folders=("optimizer",))
@@ -181,7 +181,7 @@ def test_T12_files_are_reopened_and_compared_with_what_was_announced(tmp_path, w
     assert names(tmp_path) == {"checkpoint-4"}
 
 
-def test_T12_a_truncated_file_is_noticed_before_it_counts(tmp_path):
+def test_a_truncated_file_is_noticed_before_it_counts(tmp_path):
     with pytest.raises(RunError, match=r"x\.safetensors — .*differs from what was written — the file system"):
         with new_checkpoint(tmp_path, state(8, 8)) as folder:
             save_file({"a": torch.ones(100)}, folder / "x.safetensors")
@@ -237,7 +237,7 @@ def test_a_step_of_another_run_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_T12_a_damaged_checkpoint_of_the_step_is_replaced(tmp_path, noticed):
+def test_a_damaged_checkpoint_of_the_step_is_replaced(tmp_path, noticed):
     write(tmp_path, state(4, 4), state(8, 8))
     payload = checkpoints_dir(tmp_path) / "checkpoint-8" / "payload"
     payload.write_text("x" if noticed else "damaged")
@@ -261,9 +261,12 @@ def test_rotation_spares_the_checkpoint_that_a_run_was_resumed_from(tmp_path):
     assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [3, 8]
     rotate(tmp_path, keep=1)
     assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [8]
+    write(tmp_path, state(9, 9))
+    rotate(tmp_path, keep=1, spare=checkpoints_dir(tmp_path) / "checkpoint-3")
+    assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [9], "somebody has deleted it meanwhile"
 
 
-def test_T12_rotation_counts_whole_checkpoints_only(tmp_path):
+def test_rotation_counts_whole_checkpoints_only(tmp_path):
     write(tmp_path, state(3, 3), state(6, 6), state(8, 8))
     for step in (6, 8):
         (checkpoints_dir(tmp_path) / f"checkpoint-{step}" / "payload").write_text("damaged")
@@ -342,7 +345,7 @@ def save_as(rank: int, world: World, run_dir: Path, *, fail: int | None = None) 
     return commit.final
 
 
-def test_T12_several_writers_make_one_manifest(tmp_path):
+def test_several_writers_make_one_manifest(tmp_path):
     (final, *others) = Ranks(3).run(lambda rank, world: save_as(rank, world, tmp_path))
     assert others == [final, final] and isinstance(final, Path)
     assert set(read_manifest(final)) == {"model/part-0", "model/part-1", "model/part-2", "state.json"}
@@ -350,7 +353,7 @@ def test_T12_several_writers_make_one_manifest(tmp_path):
 
 
 @pytest.mark.parametrize("fail", [0, 2])
-def test_T12_one_writer_with_a_full_disk_stops_every_rank_with_the_same_error(tmp_path, fail):
+def test_one_writer_with_a_full_disk_stops_every_rank_with_the_same_error(tmp_path, fail):
     write(tmp_path, state(4, 4))
     results = Ranks(3).run(lambda rank, world: save_as(rank, world, tmp_path, fail=fail))
     assert all(isinstance(error, RunError) for error in results)
@@ -359,7 +362,7 @@ def test_T12_one_writer_with_a_full_disk_stops_every_rank_with_the_same_error(tm
     assert names(tmp_path) == {"checkpoint-4"}
 
 
-def test_T12_a_directory_that_cannot_be_written_stops_every_rank_before_it_writes(tmp_path):
+def test_a_directory_that_cannot_be_written_stops_every_rank_before_it_writes(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     results = Ranks(2).run(lambda rank, world: save_as(rank, world, tmp_path))
     assert len({str(error) for error in results}) == 1

@@ -1,10 +1,10 @@
-"""Checkpoint directories: which count as complete, the newest, the intact one, stage ends, bases (T12)."""
+"""Checkpoint directories: which count as complete, the newest, the intact one, stage ends, bases."""
 
 from pathlib import Path
 
 import pytest
 
-from lumina_ft.checkpoint.commit import new_checkpoint
+from lumina_ft.checkpoint.commit import new_checkpoint, rotate
 from lumina_ft.checkpoint.directory import (
     DAMAGED_MARKER,
     MARKER,
@@ -110,7 +110,7 @@ DAMAGES = (damage_size, damage_content, lose_file, lose_marker, break_marker, em
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_T12_a_damaged_checkpoint_is_skipped_and_named_with_the_reason(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_and_named_with_the_reason(tmp_path, damage):
     write(tmp_path, state(4, 4), state(8, 8))
     reason = damage(path_of(tmp_path, 8))
     newest, (skipped,) = newest_intact(tmp_path)
@@ -128,7 +128,7 @@ def test_what_sizes_tell_is_seen_without_hashing(tmp_path, damage):
     assert [c.state.global_step for c in complete_checkpoints(tmp_path)] == [4]
 
 
-def test_T12_a_state_of_another_version_is_named(tmp_path):
+def test_a_state_of_another_version_is_named(tmp_path):
     write(tmp_path, state(4, 4))
     file = path_of(tmp_path, 4) / "state.json"
     file.write_text('{"global_step": 4}')
@@ -136,7 +136,7 @@ def test_T12_a_state_of_another_version_is_named(tmp_path):
         read_state(path_of(tmp_path, 4))
 
 
-def test_T12_all_damaged_is_an_error_that_names_each(tmp_path):
+def test_all_damaged_is_an_error_that_names_each(tmp_path):
     write(tmp_path, state(4, 4), state(8, 8), state(9, 9))
     lose_file(path_of(tmp_path, 4))
     damage_content(path_of(tmp_path, 8))
@@ -183,7 +183,23 @@ def test_a_base_inside_the_run_is_relative_and_one_outside_absolute(tmp_path):
     assert holding_checkpoint(run_dir, None) is None
 
 
-def test_T12_a_base_that_is_gone_or_damaged_makes_its_checkpoint_useless(tmp_path):
+def test_the_base_is_found_where_the_folder_of_checkpoints_is_a_link_to_another_disk(tmp_path):
+    """Or the rotation would delete it."""
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "scratch"
+    elsewhere.mkdir()
+    run_dir.mkdir()
+    checkpoints_dir(run_dir).symlink_to(elsewhere)
+    write(run_dir, *(state(n, n) for n in (1, 2, 3)))
+    base = path_of(run_dir, 1) / "model"
+    base.mkdir()
+    reference = base_reference(run_dir, base)
+    assert holding_checkpoint(run_dir, reference) == path_of(run_dir, 1)
+    write(run_dir, state(4, 4, adapter="kept", base=reference))
+    rotate(run_dir, 1)
+    assert [c.state.global_step for c in complete_checkpoints(run_dir)] == [1, 4]
+
+
+def test_a_base_that_is_gone_or_damaged_makes_its_checkpoint_useless(tmp_path):
     write(tmp_path, state(4, 4), state(8, 8, adapter="kept", base="checkpoints/checkpoint-4/model"))
     gone = Checkpoint(path_of(tmp_path, 8), read_state(path_of(tmp_path, 8)))
     with pytest.raises(CheckpointError, match="base .*checkpoint-4/model.* — no such directory"):

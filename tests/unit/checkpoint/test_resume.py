@@ -1,8 +1,10 @@
 """Resuming: what must agree, and damaged optimizer files."""
 
 import json
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from safetensors.torch import save_file
 from torch.nn import Parameter
 
 from lumina_ft.checkpoint.directory import Checkpoint, TrainState
-from lumina_ft.checkpoint.resume import check_fingerprint, load_optimizer
+from lumina_ft.checkpoint.resume import check_base, check_fingerprint, load_optimizer
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import CheckpointError
+from lumina_ft.models.identity import BaseIdentity
 from lumina_ft.train.run import find_start
 
 NOT_REACHED: Any = None
@@ -43,6 +46,27 @@ def test_equal_fingerprints_pass_and_a_difference_is_named_with_both_values():
     check_fingerprint(checkpoint, {"seed": 3, "dtype": "a"})
     with pytest.raises(CheckpointError, match=r"checkpoint-14 — seed was 3, is 4 — .*same packs"):
         check_fingerprint(checkpoint, {"seed": 4, "dtype": "a"})
+
+
+def test_T14_ranks_ask_after_the_one_that_reads_a_large_base(tmp_path, monkeypatch):
+    """Long silence in one collective would be taken for a hang."""
+    asked: list[int] = []
+
+    def gather(done: int) -> list[int]:
+        asked.append(done)
+        return [done, 1]
+
+    def read(_: Path) -> BaseIdentity:
+        time.sleep(0.3)
+        return BaseIdentity("aa", {})
+
+    monkeypatch.setattr("lumina_ft.checkpoint.resume.base_identity", read)
+    world: Any = SimpleNamespace(size=2, is_main=True, gather_ints=gather, from_main=lambda value: value)
+    saved = replace(state(), base=str(tmp_path), base_identity="aa", adapter="kept")
+    check_base(Checkpoint(tmp_path / "checkpoint-14", saved), world)
+    assert len(asked) > 2 and asked[-1] == 1
+    with pytest.raises(CheckpointError, match=r"hash aa — .* was trained on bb — bring that base back"):
+        check_base(Checkpoint(tmp_path / "checkpoint-14", replace(saved, base_identity="bb")), world)
 
 
 def store(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -1,7 +1,8 @@
-"""Who writes which file, and writing in a lane beside the gathering (T12)."""
+"""Who writes which file, and writing in a lane beside the gathering."""
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_small_checkpoint_is_one_file_of_rank_0():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 40])
-def test_T12_every_file_has_one_writer_and_every_tensor_one_place(small_shards, ranks):
+def test_every_file_has_one_writer_and_every_tensor_one_place(small_shards, ranks):
     plan = plan_files(SPECS, ranks, "model")
     files = [name for rank in range(ranks) for name in plan.files_of(rank)]
     assert sorted(files) == sorted(shard.name for shard in plan.shards) and len(files) > 4
@@ -81,7 +82,7 @@ def test_a_lane_writes_what_it_is_given_and_identifies_it(tmp_path, small_shards
     assert seen.count("tensor_written") == len(tensors)
 
 
-def test_T12_a_lane_whose_disk_is_full_swallows_the_rest_and_says_so_at_its_end(tmp_path, small_shards, monkeypatch):
+def test_a_lane_whose_disk_is_full_swallows_the_rest_and_says_so_at_its_end(tmp_path, small_shards, monkeypatch):
     commit = commit_of(tmp_path)
     plan = plan_files(SPECS, 1, "model")
     lane = Lane(commit, "model", plan)
@@ -125,3 +126,22 @@ def test_hashes_of_several_files_are_those_of_each(tmp_path, monkeypatch, capsys
     assert "0/0 MiB verified" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
         hash_files(tmp_path, ["absent"])
+
+
+def test_a_verification_that_is_interrupted_reads_no_further_file(tmp_path, monkeypatch):
+    """A file that is gone, or Ctrl-C: hundreds of GB more would be of no use."""
+    read: list[str] = []
+
+    def hash_slowly(path: Path, on_bytes: list[int] | None = None) -> manifest.FileEntry:
+        read.append(path.name)
+        time.sleep(0.05)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(manifest, "hash_file", hash_slowly)
+    monkeypatch.setattr(manifest, "_MAX_THREADS", 1)
+    names = [f"f{i}" for i in range(40)]
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(OSError, match="Input/output error"):
+        hash_files(tmp_path, names)
+    assert len(read) < len(names)

@@ -1,5 +1,6 @@
 """Reading configs: YAML 1.2, typed overrides, errors that name file, line, key, value and rule (deliver 1, D3)."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -290,3 +291,20 @@ def test_dumped_config_reads_back_equal(tmp_path_factory, tokenizer: str, lr: fl
     dump_yaml(cfg, path)
     assert load_run(path, []) == cfg
     assert [p.name for p in path.parent.iterdir()] == ["run.yaml"]
+
+
+def test_a_dumped_config_is_on_disk_before_it_replaces_the_earlier_one(tmp_path, monkeypatch) -> None:
+    """A resume writes it again; a machine that dies then must not leave an empty one."""
+    path = tmp_path / "run.yaml"
+    path.write_text("earlier")
+    seen: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        seen.append((path.read_text(), os.fstat(handle).st_size > 100))
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    dump_yaml(load_run(RECIPES / "u2-three-stage.yaml", []), path)
+    assert seen == [("earlier", True)]
+    assert path.read_text() != "earlier"

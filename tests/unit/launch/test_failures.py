@@ -56,7 +56,7 @@ def test_exit_codes(error: BaseException, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_T12_a_full_disk_is_an_error_of_the_run_and_no_traceback(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_the_run_and_no_traceback(tmp_path: Path) -> None:
     write_failure(tmp_path, 0, OSError(errno.ENOSPC, "No space left on device"), now=1.0)
     write_failure(tmp_path, 1, OSError(errno.EACCES, "Permission denied"), now=2.0)
     full, other = read_failures(tmp_path)
@@ -65,7 +65,7 @@ def test_T12_a_full_disk_is_an_error_of_the_run_and_no_traceback(tmp_path: Path)
     assert "Permission denied" in other.traceback
 
 
-def test_T12_a_report_that_the_disk_refuses_goes_to_stderr_and_the_parent_names_the_disk(
+def test_a_report_that_the_disk_refuses_goes_to_stderr_and_the_parent_names_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ERRORS_DIR).touch()

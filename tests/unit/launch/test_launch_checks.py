@@ -330,6 +330,22 @@ def test_a_full_disk_at_the_start_is_a_failed_run(make: Make, monkeypatch: pytes
         prepare_run_dir(make(), resume=False, overwrite=False)
 
 
+@pytest.mark.parametrize("how", ["set_damaged_aside", "forget_lost_steps", "_remove"])
+def test_a_run_directory_that_refuses_changes_is_a_failed_run(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Root may write anywhere, so the system's answer is replaced."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "run")
+
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    leave_checkpoint(tmp_path / "out", 0, 2, 3)
+    monkeypatch.setattr(f"lumina_ft.launch.run_dir.{how}", refuse)
+    with pytest.raises(RunError, match="output_dir — run — Read-only file system — "):
+        prepare_run_dir(make(), resume=how != "_remove", overwrite=how == "_remove")
+
+
 def test_a_run_without_a_step_is_forgotten_and_a_started_one_is_kept(make: Make) -> None:
     cfg = make()
     prepare_run_dir(cfg, resume=False, overwrite=False)

@@ -1,7 +1,8 @@
-"""Where `--resume` continues: what is skipped and why, and which keys may differ (T12)."""
+"""Where `--resume` continues: what is skipped and why, and which keys may differ."""
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "payload").write_text("2")
 
 
-def test_T12_a_resume_names_what_it_skips_and_sets_it_aside(tmp_path):
+def test_a_resume_names_what_it_skips_and_sets_it_aside(tmp_path):
     out = tmp_path / "out"
     cfg = config(out)
     prepare_run_dir(cfg, resume=False, overwrite=False)
@@ -72,7 +73,7 @@ def test_a_config_that_may_not_resume_changes_nothing(tmp_path):
     assert (damaged / MARKER).is_file()
 
 
-def test_T12_a_run_with_nothing_but_damaged_checkpoints_does_not_start_again(tmp_path):
+def test_a_run_with_nothing_but_damaged_checkpoints_does_not_start_again(tmp_path):
     out = tmp_path / "out"
     prepare_run_dir(config(out), resume=False, overwrite=False)
     damage(save(out, 0, 1))
@@ -164,7 +165,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_found_before_ranks_start(
 
 
 def test_ranks_of_another_launcher_take_the_point_that_rank_0_has_found(tmp_path, monkeypatch):
-    """The ranks are threads here, with one store and each its own number."""
+    """The ranks are threads here, with one store and each its own number. Reading may take longer than the limit."""
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = HashStore()
@@ -180,18 +181,37 @@ def test_ranks_of_another_launcher_take_the_point_that_rank_0_has_found(tmp_path
     found = ResumePoint(1, tmp_path / "checkpoint-4", True)
     points: dict[str, ResumePoint] = {}
 
-    def play(rank: str, point: ResumePoint) -> None:
-        ranks.own = rank
-        points[rank] = share_point(point, timeout_minutes=0.2)
+    limit_seconds = 1.0
 
-    started: list[threading.Thread] = []
-    for rank, point in (("1", ResumePoint(0, None)), ("2", ResumePoint(0, None)), ("0", found)):
-        started.append(threading.Thread(target=play, args=(rank, point)))
+    def find() -> ResumePoint:
+        assert ranks.own == "0", "one rank reads"
+        time.sleep(1.5 * limit_seconds)
+        return found
+
+    def play(rank: str) -> None:
+        ranks.own = rank
+        points[rank] = share_point(find, timeout_minutes=limit_seconds / 60)
+
+    started = [threading.Thread(target=play, args=(rank,)) for rank in ("1", "2", "0")]
     for thread in started:
         thread.start()
     for thread in started:
         thread.join(20)
     assert points == {"0": found, "1": found, "2": found}
+
+
+def test_a_rank_0_that_ends_while_it_reads_is_no_bug_of_the_other_ranks(monkeypatch):
+    """Where it hosts the store itself, their connection breaks."""
+
+    class Broken:
+        def wait(self, *_: object) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(rendezvous, "connect_store", lambda *_: Broken())
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match="rank 1 of 2 — --resume — rank 0 ended before"):
+        share_point(lambda: ResumePoint(0, None), timeout_minutes=0.1)
 
 
 def test_the_newest_point_of_a_run_without_checkpoints_is_its_start(tmp_path):

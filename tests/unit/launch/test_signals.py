@@ -1,4 +1,4 @@
-"""A rank's signals, taken in a thread (T12): in processes of their own, since they end with them."""
+"""A rank's signals, taken in a thread: in processes of their own, since they end with them."""
 
 import os
 import signal
@@ -7,6 +7,8 @@ import sys
 import time
 
 import pytest
+
+from lumina_ft.launch import signals
 
 RANK = """
 import sys, threading, time
@@ -51,13 +53,13 @@ class Rank:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_T12_a_signal_outside_the_loop_ends_the_rank_at_once(number: signal.Signals):
+def test_a_signal_outside_the_loop_ends_the_rank_at_once(number: signal.Signals):
     rank = Rank("outside")
     rank.process.send_signal(number)
     assert rank.end() == (128 + number, f"ends at once for {int(number)}\n", "")
 
 
-def test_T12_a_signal_in_the_loop_is_a_request_and_the_second_one_kills():
+def test_a_signal_in_the_loop_is_a_request_and_the_second_one_kills():
     rank = Rank("stuck")
     rank.process.send_signal(signal.SIGINT)
     assert rank.line() == "finishes its step for 2"
@@ -74,6 +76,12 @@ def test_T14_a_launcher_that_has_lost_a_rank_ends_the_others():
     rank = Rank("inside", siblings=100)
     rank.process.send_signal(signal.SIGTERM)
     assert rank.end() == (1, "", ""), "no request to save: the others are gone"
+
+
+def test_a_signal_from_outside_of_a_container_lets_its_first_process_save(monkeypatch):
+    """It has no parent there, and senders outside of it have no number either: both are 0."""
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    assert not signals._tells_of_lost_rank(0, ranks_here=1)
 
 
 def test_ranks_of_another_launcher_listen_before_a_library_has_started_threads():

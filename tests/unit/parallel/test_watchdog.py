@@ -16,7 +16,7 @@ from lumina_ft.parallel.progress import COLLECTIVES, SAVE, Progress
 from lumina_ft.parallel.rendezvous import Peer
 from lumina_ft.parallel.watchdog import Watchdog
 
-LIMIT = 1.0
+LIMIT = 2.0
 PEERS = [Peer("elsewhere", 1, processes="A"), Peer("elsewhere", 2, processes="B")]
 
 
@@ -153,10 +153,10 @@ def test_a_suspended_process_has_not_waited(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_mentioned_once_and_ends_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
-    rank = Rank(0, tmp_path / "file" / "hang", limit=0.5)
+    rank = Rank(0, tmp_path / "file" / "hang", limit=LIMIT)
     rank.watchdog.start()
     with working(rank):
-        time.sleep(0.6)
+        time.sleep(1.2 * LIMIT)
     rank.watchdog.stop()
     assert not rank.ended.is_set()
     assert sum("could not be diagnosed" in record.message for record in caplog.records) == 1
@@ -170,6 +170,16 @@ def test_a_failing_report_ends_the_process_all_the_same(ranks, capsys):
     ranks[0].watchdog.start()
     assert ranks[0].ended.wait(5 * LIMIT)
     assert "disk full" in capsys.readouterr().err
+
+
+def test_a_note_that_cannot_be_read_is_that_of_a_silent_rank(ranks):
+    """A network file system may show a file before its content."""
+    ranks[0].progress.mark(SAVE)
+    ranks[0].watchdog.start()
+    (ranks[0].watchdog._folder / "seen-1.json").write_text("")
+    assert ranks[0].ended.wait(5 * LIMIT)
+    ((message, _),) = ranks[0].told
+    assert "rank 1 (elsewhere, pid 2) missing" in message and "never said where it is" in message
 
 
 def test_a_silent_process_of_the_same_parent_is_killed_and_no_other():

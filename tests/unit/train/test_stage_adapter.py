@@ -11,11 +11,13 @@ import torch
 from lumina_ft.checkpoint.directory import TrainState
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
+from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
+from lumina_ft.parallel.progress import LOAD, Progress
 from lumina_ft.stages import StagePlan, plan_stage
 from lumina_ft.train.dropout import draws_dropout, seed_dropout
 from lumina_ft.train.optim import build_optimizer
-from lumina_ft.train.stage_adapter import check_pissa, describe_parameters, stage_lora
+from lumina_ft.train.stage_adapter import attach_stage_adapter, check_pissa, describe_parameters, stage_lora
 from lumina_ft.train.start import Start, find_start
 
 
@@ -133,3 +135,15 @@ def test_draws_depend_on_every_coordinate_and_on_nothing_else():
     places = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (1, 0, 1, 1)]
     assert len({draw(*place) for place in places}) == len(places)
     assert draw(*places[0]) == draw(*places[0])
+
+
+def test_T14_each_layer_of_a_new_adapter_is_a_sign_of_life():
+    """PiSSA decomposes every weight; without ZeRO-3 no collective shows meanwhile that the rank gets on."""
+    cfg = run_config({}, init="pissa", rank=2)
+    model = U2ForDiffusion(U2Config.load("u2-tiny"))
+    model.init_weights_(0)
+    progress = Progress()
+    start = Start(None, None, frozenset(), None, None, 0)
+    adapter = attach_stage_adapter(model, cfg, plan(cfg, 0), start, seed=1, progress=progress)
+    assert adapter is not None and progress.phase == LOAD
+    assert progress.marks == len(adapter.targets) > 1

@@ -1,4 +1,4 @@
-"""Stop requests: who hears them, and what the ranks agree on (T12)."""
+"""Stop requests: who hears them, and what the ranks agree on."""
 
 import signal
 
@@ -9,7 +9,7 @@ from lumina_ft.train.stop import StopRequest, agreed
 SIGTERM, SIGINT = int(signal.SIGTERM), int(signal.SIGINT)
 
 
-def test_T12_only_a_loop_that_runs_hears_a_request_and_the_first_one_counts():
+def test_only_a_loop_that_runs_hears_a_request_and_the_first_one_counts():
     stop = StopRequest()
     assert not stop.ask(SIGTERM), "nothing would be lost"
     assert stop.number == stop.vote == 0
@@ -31,7 +31,7 @@ def test_T12_only_a_loop_that_runs_hears_a_request_and_the_first_one_counts():
         ([SIGINT, SIGTERM, 0], SIGTERM),
     ],
 )
-def test_T12_a_sum_over_the_ranks_tells_every_rank_the_same_signal(asked: list[int], expected: int):
+def test_a_sum_over_the_ranks_tells_every_rank_the_same_signal(asked: list[int], expected: int):
     votes = 0
     for number in asked:
         stop = StopRequest()
