@@ -40,7 +40,8 @@ from lumina_ft.models.groups import base_name as native_name
 from lumina_ft.models.groups import group_of, is_adapter_name
 from lumina_ft.models.hf_keys import is_stacked_experts, split_key
 from lumina_ft.models.identity import BaseIdentity
-from lumina_ft.models.tensor_files import ShardWriter, TensorSpec, write_json
+from lumina_ft.models.json_files import write_json
+from lumina_ft.models.tensor_files import ShardWriter, TensorSpec
 from lumina_ft.parallel.zero3 import full_shape, gathered
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from lumina_ft.adapters.targets import matches_pattern, scale_of
 from lumina_ft.errors import CheckpointError
 from lumina_ft.models.identity import BaseIdentity
+from lumina_ft.models.json_files import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -72,16 +73,12 @@ class PairInfo(NamedTuple):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path} — not found — an adapter directory holds a {CONFIG_FILE} — check the path")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} — {error} — must be a JSON object — copy it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} — {type(config).__name__} — must be a JSON object — copy it again")
-    return config
+    """Content of adapter_config.json.
+
+    Raises:
+        CheckpointError: missing, or not a JSON object.
+    """
+    return read_json_object(directory / CONFIG_FILE, "an adapter directory")
 
 
 def check_config(directory: Path, config: dict[str, Any]) -> None:

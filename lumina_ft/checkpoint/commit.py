@@ -36,7 +36,8 @@ from lumina_ft.checkpoint.directory import (
 from lumina_ft.checkpoint.manifest import MARKER, Manifest, format_manifest, hash_file
 from lumina_ft.checkpoint.verify import check_files
 from lumina_ft.errors import CheckpointError, LuminaError, RunError
-from lumina_ft.models.tensor_files import TensorSpec, write_json
+from lumina_ft.models.json_files import write_json
+from lumina_ft.models.tensor_files import TensorSpec
 from lumina_ft.parallel.dist import World, work_apart
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,6 @@ class Commit:
 
     def _publish(self, state: TrainState, manifest: Manifest) -> None:
         write_json(self.folder / STATE_FILE, asdict(state))
-        flush(self.folder / STATE_FILE)
         entries = {**manifest, STATE_FILE: hash_file(self.folder / STATE_FILE)}
         for path in (*(p for p in self.folder.rglob("*") if p.is_dir()), self.folder):
             flush(path)

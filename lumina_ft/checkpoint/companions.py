@@ -12,7 +12,7 @@ from lumina_ft.data.codecs import CODEC_DIR
 from lumina_ft.data.shards import read_meta
 from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.errors import CheckpointError
-from lumina_ft.models.tensor_files import write_json
+from lumina_ft.models.json_files import write_json
 
 SETTINGS_FILE = "sampling.json"
 

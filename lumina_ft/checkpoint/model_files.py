@@ -17,8 +17,9 @@ from lumina_ft.models.groups import base_name, is_adapter_name
 from lumina_ft.models.hf_keys import MODEL_TYPES
 from lumina_ft.models.identity import BaseIdentity, model_identity
 from lumina_ft.models.init import initial_value
+from lumina_ft.models.json_files import write_json
 from lumina_ft.models.native import NativeReader
-from lumina_ft.models.tensor_files import TensorSpec, write_json
+from lumina_ft.models.tensor_files import TensorSpec
 from lumina_ft.models.weights import CONFIG_FILE, carry_files, export_config
 from lumina_ft.parallel.zero3 import full_shape, gathered, is_partitioned
 

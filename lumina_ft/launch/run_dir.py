@@ -19,6 +19,7 @@ from lumina_ft.config.schema import RunConfig
 from lumina_ft.config.yaml_file import dump_yaml
 from lumina_ft.errors import ConfigError, RunError
 from lumina_ft.launch.resume import ResumePoint, forget_lost_steps, resume_point
+from lumina_ft.models.json_files import write_json
 from lumina_ft.monitor.metrics import METRICS_FILE, SUMMARY_FILE
 
 RUN_FILE = "run.yaml"
@@ -187,12 +188,7 @@ def _record_environment(path: Path) -> None:
     """Append this launch to `environment.json`: a resumed run keeps the record of its earlier launches."""
     launches = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     launches.append(describe_environment())
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(launches, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    write_json(path, launches)
 
 
 def describe_environment() -> dict[str, Any]:

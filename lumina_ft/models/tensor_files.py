@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lumina_ft.errors import CheckpointError, ConfigError
+from lumina_ft.models.json_files import write_json
 from lumina_ft.models.tensor_bytes import write_at
 
 
@@ -385,13 +386,3 @@ class ShardWriter:
             self.close()
         else:
             self.discard()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file aside, flush and rename it, so that readers see the old or the new one, whatever happens."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

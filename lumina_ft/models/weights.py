@@ -5,7 +5,6 @@ first weight written. Experts of the split layout are stacked tensor by tensor, 
 stacked tensor is all that is ever held.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lumina_ft.data.codecs import CODEC_DIR
-from lumina_ft.errors import CheckpointError, ConfigError
+from lumina_ft.errors import ConfigError
 from lumina_ft.models.hf_keys import MODEL_TYPES, Layout, is_stacked_experts, split_key
+from lumina_ft.models.json_files import read_json_object, write_json
 from lumina_ft.models.matching import match_checkpoint, read_native
-from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, ShardWriter, TensorSpec, write_json
+from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, ShardWriter, TensorSpec
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.parallel.zero3 import full_shape, write_tensor
 
@@ -68,16 +68,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, or not a JSON object.
     """
-    path = Path(directory) / CONFIG_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path} — not found — a checkpoint directory holds a {CONFIG_FILE} — check the path")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} — {error} — must be a JSON object — copy it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} — {type(content).__name__} — must be a JSON object — copy it again")
-    return content
+    return read_json_object(Path(directory) / CONFIG_FILE, "a checkpoint directory")
 
 
 def load_pretrained(

@@ -24,7 +24,7 @@ from lumina_ft.data.shards import read_meta
 from lumina_ft.data.tokenizer import load_tokenizer
 from lumina_ft.errors import Interrupted
 from lumina_ft.models.groups import base_name
-from lumina_ft.models.tensor_files import write_json
+from lumina_ft.models.json_files import write_json
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import load_weights

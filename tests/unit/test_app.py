@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,23 +14,6 @@ from lumina_ft.commands.data import split_config
 from lumina_ft.errors import ConfigError, RunError
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Call the entry point with arguments; returns exit code, stdout, stderr."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lumina-ft", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    yield call
-    for number, handler in previous.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

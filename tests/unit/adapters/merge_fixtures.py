@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from small_u2 import small_config
 
 from lumina_ft.models.identity import model_identity
 from lumina_ft.models.u2 import U2ForDiffusion
@@ -22,26 +23,7 @@ BIAS = "model.layers.1.mlp.gate.expert_bias"
 
 
 def tiny_config() -> U2Config:
-    return U2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=2,
-        num_codebooks=3,
-        image_embedding_rows=20,
-        image_head_classes=8,
-        ar_head_depth=1,
-        ar_head_heads=2,
-        pad_token_id=39,
-    )
+    return small_config(num_hidden_layers=2)
 
 
 def tiny_model(dtype: torch.dtype = torch.float32, *, seed: int = 3) -> U2ForDiffusion:

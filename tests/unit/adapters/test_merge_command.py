@@ -1,9 +1,7 @@
 """`lumina-ft merge-lora`: what it takes, what it refuses, what it reports (D5)."""
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,30 +9,12 @@ import torch
 from merge_fixtures import DENSE, TARGETS, plain_merge, tiny_model, write_adapter, write_base
 from safetensors.torch import load_file
 
-from lumina_ft import app
 from lumina_ft.checkpoint.commit import new_checkpoint
 from lumina_ft.checkpoint.directory import TrainState
 from lumina_ft.errors import ConfigError
 from lumina_ft.merge_lora import parse_adapter
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Call `lumina-ft merge-lora` with arguments; returns exit code, stdout, stderr."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lumina-ft", "merge-lora", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    yield call
-    for number, handler in previous.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -80,7 +60,7 @@ def wanted_weight(adapter: Path) -> torch.Tensor:
 def test_named_directories_merge_and_report_as_json_and_as_text(run: Run, tmp_path: Path, base: Path, adapter: Path):
     output = tmp_path / "out"
     arguments = ("--base", base, "--adapter", adapter, "--output", output)
-    code, out, err = run(*arguments, "--json", "--layout", "split", "--dtype", "bfloat16")
+    code, out, err = run("merge-lora", *arguments, "--json", "--layout", "split", "--dtype", "bfloat16")
     assert code == 0, err
     (line,) = out.splitlines()
     result = json.loads(line)
@@ -89,13 +69,14 @@ def test_named_directories_merge_and_report_as_json_and_as_text(run: Run, tmp_pa
     assert result["lowest_delta_cosine"] == min(result["check"]["cosines"].values())
     assert result["adapters"] == [{"path": str(adapter), "weight": 1.0}] and result["logits"]["largest"] < 0.1
     assert torch.equal(merged_weight(output), wanted_weight(adapter).bfloat16())
-    code, out, err = run(*arguments, "--overwrite")
+    code, out, err = run("merge-lora", *arguments, "--overwrite")
     assert code == 0 and "attention.dense" in out and f"model: {output}" in out and "3 tensors are base" in out
 
 
 def test_weights_and_several_adapters(run: Run, tmp_path: Path, base: Path, adapter: Path):
     other = write_adapter(tmp_path / "other", base, seed=1)
     code, out, err = run(
+        "merge-lora",
         "--base",
         base,
         "--adapter",
@@ -124,24 +105,24 @@ def test_parsing_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_run_gives_its_newest_adapter_and_its_base(run: Run, tmp_path: Path, base: Path):
     config = write_run(tmp_path / "run", *({"adapter": "kept", "base": str(base)} for _ in range(2)))
-    code, out, err = run("--config", config, "--json")
+    code, out, err = run("merge-lora", "--config", config, "--json")
     assert code == 0, err
     newest = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "adapter"
     assert json.loads(out)["adapters"][0]["path"] == str(newest)
     assert json.loads(out)["base"] == str(base)
     assert torch.equal(merged_weight(tmp_path / "run" / "merged"), wanted_weight(newest))
-    code, _, err = run("--config", config)
+    code, _, err = run("merge-lora", "--config", config)
     assert code == 2 and "merged — exists" in err
     elsewhere = tmp_path / "elsewhere"
-    assert run("--config", config, "--output", elsewhere)[0] == 0 and elsewhere.is_dir()
+    assert run("merge-lora", "--config", config, "--output", elsewhere)[0] == 0 and elsewhere.is_dir()
     moved = tmp_path / "moved"
     (tmp_path / "run").rename(moved)
-    assert run("--config", moved / "run.yaml", f"output_dir={moved}", "--overwrite")[0] == 0
+    assert run("merge-lora", "--config", moved / "run.yaml", f"output_dir={moved}", "--overwrite")[0] == 0
 
 
 def test_a_dropped_adapter_can_still_be_merged(run: Run, tmp_path: Path, base: Path):
     config = write_run(tmp_path / "run", {"adapter": "dropped", "base": str(base), "stage_step": 10})
-    assert run("--config", config)[0] == 0
+    assert run("merge-lora", "--config", config)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +143,7 @@ def test_a_run_with_nothing_to_merge_says_where_its_model_is(
     config = write_run(tmp_path / "run", *filled, at_end=at_end)
     if gone:
         base.rename(tmp_path / "gone")
-    code, out, err = run("--config", config, "--json")
+    code, out, err = run("merge-lora", "--config", config, "--json")
     assert code == 2 and message in err and "Traceback" not in err
     assert json.loads(out)["kind"] == "CheckpointError" and not (tmp_path / "run" / "merged").exists()
 
@@ -189,7 +170,7 @@ def test_wrong_wishes_are_one_line_with_exit_code_2(
     for name, path in names.items():
         arguments = [argument.replace(name, str(path)) for argument in arguments]
     before = sorted(tmp_path.iterdir())
-    code, _, err = run(*arguments)
+    code, _, err = run("merge-lora", *arguments)
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and message in line and sorted(tmp_path.iterdir()) == before
 
@@ -200,14 +181,14 @@ def test_an_output_inside_a_checkpoint_is_refused(run: Run, tmp_path: Path, base
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     before = sorted(checkpoint.rglob("*"))
     output = checkpoint / inside
-    code, _, err = run("--base", base, "--adapter", adapter, "--output", output, "--overwrite")
+    code, _, err = run("merge-lora", "--base", base, "--adapter", adapter, "--output", output, "--overwrite")
     assert code == 2 and f"--output — {output} — lies in {checkpoint}, a checkpoint of a run" in err
     assert sorted(checkpoint.rglob("*")) == before
 
 
 def test_warnings_go_to_stderr(run: Run, tmp_path: Path, base: Path):
     plain = write_adapter(tmp_path / "plain", None)
-    code, out, err = run("--base", base, "--adapter", plain, "--output", tmp_path / "out", "--json")
+    code, out, err = run("merge-lora", "--base", base, "--adapter", plain, "--output", tmp_path / "out", "--json")
     assert code == 0 and len(out.splitlines()) == 1
     assert "warning: " in err and "doesn't record the hashes of its base" in err
 
@@ -219,6 +200,6 @@ def test_a_failed_verification_exits_1(
 
     real = combine.lora_delta
     monkeypatch.setattr(combine, "lora_delta", lambda a, b, scale: real(a, b, 1.0))
-    code, _, err = run("--base", base, "--adapter", adapter, "--output", tmp_path / "out")
+    code, _, err = run("merge-lora", "--base", base, "--adapter", adapter, "--output", tmp_path / "out")
     assert code == 1 and f"error: verification — {DENSE}.weight at [0, 0] is" in err
     assert not (tmp_path / "out").exists()

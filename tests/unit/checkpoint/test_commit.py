@@ -13,13 +13,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from checkpoint_states import state, write
 from safetensors.torch import save_file
 
 from lumina_ft.checkpoint import commit as commit_module
 from lumina_ft.checkpoint.commit import POINTS, Commit, new_checkpoint, rotate, size_text
 from lumina_ft.checkpoint.directory import (
     MARKER,
-    TrainState,
     checkpoints_dir,
     complete_checkpoints,
     newest_checkpoint,
@@ -30,27 +30,6 @@ from lumina_ft.checkpoint.manifest import FileEntry, read_manifest
 from lumina_ft.errors import CheckpointError, LuminaError, RunError
 from lumina_ft.models.tensor_files import TensorSpec
 from lumina_ft.parallel.dist import World
-
-
-def state(global_step: int, stage_step: int, stage_index: int = 0, stage_steps: int = 10, **more) -> TrainState:
-    return TrainState(
-        global_step=global_step,
-        stage_index=stage_index,
-        stage_name=f"s{stage_index}",
-        stage_step=stage_step,
-        stage_steps=stage_steps,
-        adam_steps=stage_step,
-        seconds=1.5,
-        tokens=100,
-        fingerprint={"seed": 3},
-        **more,
-    )
-
-
-def write(run_dir: Path, *states: TrainState) -> None:
-    for s in states:
-        with new_checkpoint(run_dir, s) as folder:
-            (folder / "payload").write_text(str(s.global_step))
 
 
 def names(run_dir: Path) -> set[str]:

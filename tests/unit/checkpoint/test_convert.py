@@ -6,39 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_u2 import small_config
 
 from lumina_ft.checkpoint.export import convert
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
 from lumina_ft.models.tensor_files import SINGLE_FILE, CheckpointReader
 from lumina_ft.models.u2 import U2ForDiffusion
-from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import save_model
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A split bf16 checkpoint with fp32 biases, code and tokenizer files."""
-    config = U2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=2,
-        num_codebooks=3,
-        image_embedding_rows=20,
-        image_head_classes=8,
-        ar_head_depth=1,
-        ar_head_heads=2,
-        pad_token_id=39,
-    )
+    config = small_config()
     model = U2ForDiffusion(config)
     model.init_weights_(seed=1)
     for parameter in model.parameters():

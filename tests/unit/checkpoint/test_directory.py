@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from checkpoint_states import state, write
 
-from lumina_ft.checkpoint.commit import new_checkpoint, rotate
+from lumina_ft.checkpoint.commit import rotate
 from lumina_ft.checkpoint.directory import (
     DAMAGED_MARKER,
     MARKER,
     Checkpoint,
-    TrainState,
     base_reference,
     checkpoints_dir,
     complete_checkpoints,
@@ -21,27 +21,6 @@ from lumina_ft.checkpoint.directory import (
     stage_end,
 )
 from lumina_ft.errors import CheckpointError
-
-
-def state(global_step: int, stage_step: int, stage_index: int = 0, stage_steps: int = 10, **more) -> TrainState:
-    return TrainState(
-        global_step=global_step,
-        stage_index=stage_index,
-        stage_name=f"s{stage_index}",
-        stage_step=stage_step,
-        stage_steps=stage_steps,
-        adam_steps=stage_step,
-        seconds=1.5,
-        tokens=100,
-        fingerprint={"seed": 3},
-        **more,
-    )
-
-
-def write(run_dir, *states: TrainState) -> None:
-    for s in states:
-        with new_checkpoint(run_dir, s) as folder:
-            (folder / "payload").write_text(str(s.global_step))
 
 
 def path_of(run_dir: Path, step: int) -> Path:

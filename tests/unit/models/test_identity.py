@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_u2 import small_config
 
 from lumina_ft.errors import CheckpointError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
 from lumina_ft.models.identity import BaseIdentity, identity_of, model_identity
 from lumina_ft.models.tensor_files import SINGLE_FILE
 from lumina_ft.models.u2 import U2ForDiffusion
-from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import load_pretrained, save_model
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -22,26 +22,7 @@ BIAS = "model.layers.1.mlp.gate.expert_bias"
 
 @pytest.fixture(scope="module")
 def model() -> U2ForDiffusion:
-    config = U2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=2,
-        num_codebooks=3,
-        image_embedding_rows=20,
-        image_head_classes=8,
-        ar_head_depth=1,
-        ar_head_heads=2,
-        pad_token_id=39,
-    )
+    config = small_config(num_hidden_layers=2)
     built = U2ForDiffusion(config)
     built.init_weights_(seed=3)
     built.get_buffer(BIAS).copy_(torch.arange(4.0) / 3)

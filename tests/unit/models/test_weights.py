@@ -7,44 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_u2 import small_config
 
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
 from lumina_ft.models.tensor_files import INDEX_FILE, SINGLE_FILE
 from lumina_ft.models.u2 import U2ForDiffusion
-from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import load_pretrained, load_weights, save_model
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.expert_bias"
 
 
-def tiny_config(**overrides: object) -> U2Config:
-    sizes = dict(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=2,
-        num_codebooks=3,
-        image_embedding_rows=20,
-        image_head_classes=8,
-        ar_head_depth=1,
-        ar_head_heads=2,
-        pad_token_id=39,
-    )
-    return U2Config(**{**sizes, **overrides})
-
-
 def tiny_model(**overrides: object) -> U2ForDiffusion:
-    model = U2ForDiffusion(tiny_config(**overrides))
+    model = U2ForDiffusion(small_config(**overrides))
     model.init_weights_(seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
