@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from lumina_ft import __version__
-from lumina_ft.commands import data, models
+from lumina_ft.commands import bench, data, models
 from lumina_ft.commands.report import Json, Overrides, print_json, report
 from lumina_ft.errors import ConfigError, Interrupted, LuminaError, RunError
 from lumina_ft.launch.environment import end_rank, is_foreign, is_main_rank, let_another_rank_speak, wait_for_main_rank
@@ -27,10 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench_app = typer.Typer(help="Measure the parts that cost time.", no_args_is_help=True)
 app.add_typer(models.app)
 app.add_typer(data.app, name="data")
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench.app, name="bench")
 
 _EPILOG_SFT = """Examples:
 
@@ -262,22 +261,3 @@ def demo(
     result = run_demo(output, overrides or [])
     print_demo(result)
     report(result, as_json, lambda: None)
-
-
-@bench_app.command("moe")
-def bench_moe(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 512,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 256,
-    width: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 64,
-    experts: Annotated[int, typer.Option(min=1, help="Number of experts.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the medians count.")] = 11,
-    as_json: Json = False,
-) -> None:
-    """Time the routed experts as one grouped operation against a loop over per-expert weights, on this CPU."""
-    from lumina_ft.bench import bench_moe as measure
-
-    if top_k > experts:
-        raise ConfigError(f"--top-k — {top_k} — must not exceed --experts={experts} — lower it")
-    sizes = {"tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "top_k": top_k}
-    report(measure(**sizes, repeats=repeats), as_json)

@@ -27,17 +27,19 @@ SIZE_ROWS = tuple(_ROWS)
 """Rows of the size table, in the order in which it is printed."""
 
 
-_ADAPTER_PART = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
+# Of PEFT's layers, and of routed experts (`models.experts`).
+_ADAPTER_PART = re.compile(r"\.lora_(A|B|magnitude_vector)\.|\.experts\.(gate|up|down)_proj_lora_(A|B)$")
+_ADAPTER_B = re.compile(r"\.lora_B\.|\.experts\.(gate|up|down)_proj_lora_B$")
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether a parameter of a model with PEFT layers belongs to an adapter."""
+    """Whether a parameter belongs to an adapter: of a linear layer (PEFT's) or of routed experts."""
     return _ADAPTER_PART.search(name) is not None
 
 
 def is_adapter_b(name: str) -> bool:
-    """Whether a parameter is the B matrix of an adapter pair."""
-    return ".lora_B." in name
+    """Whether a parameter is the B matrix of an adapter pair, or of all experts' pairs."""
+    return _ADAPTER_B.search(name) is not None
 
 
 def base_name(name: str) -> str:

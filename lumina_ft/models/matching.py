@@ -1,6 +1,7 @@
 """Comparing a checkpoint with the tensors that a model has, from the file headers alone, and reading it natively."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def match_checkpoint(
 
     Raises:
         CheckpointError: missing, extra, misshapen or non-float tensors; mixed layouts; a non-zero bias that the
-            config disables; a channel mask that isn't causal.
+            config disables; a channel mask that isn't causal; experts of one layer in several dtypes.
     """
     layout = detect_layout(reader.tensors, str(reader.directory))
     found = keys_by_native_name(reader)
@@ -96,6 +97,8 @@ def match_checkpoint(
             "; ".join(problems[:_MAX_LISTED]) + rest + f" — a checkpoint must hold exactly the tensors of the "
             f"{config.model_type} model that config.json describes — use the matching config.json or checkpoint"
         )
+    for source in sources.values():
+        _check_expert_dtypes(reader, source)
     _check_values(reader, config)
     return Match(layout, sources, tolerated)
 
@@ -126,6 +129,16 @@ def _is_expert_bias(name: str) -> bool:
     return name.endswith(".mlp.gate.expert_bias")
 
 
+def _check_expert_dtypes(reader: CheckpointReader, source: Source) -> None:
+    first = reader.dtype(source.keys[0])
+    for key in source.keys[1:]:
+        if reader.dtype(key) != first:
+            raise CheckpointError(
+                f"{reader.tensors[key].file} — {key} is {reader.dtype(key)}, expert 0 is {first} — "
+                "the experts of a layer share one dtype — convert the checkpoint to one dtype"
+            )
+
+
 def _check_values(reader: CheckpointReader, config: PretrainedConfig) -> None:
     """The two buffers whose values the code relies on (M4, spec §1)."""
     for key, stored in reader.tensors.items():
@@ -152,21 +165,21 @@ def is_causal_mask(mask: Tensor) -> bool:
 
 
 def read_native(reader: CheckpointReader, source: Source) -> Tensor:
-    """One native tensor: a view of the file, or the experts stacked on a new first axis.
-
-    Raises:
-        CheckpointError: experts of one tensor differ in dtype.
-    """
+    """One native tensor: a view of the file, or the experts stacked on a new first axis."""
     if not source.stacked:
         return reader.read(source.keys[0])
-    first = reader.read(source.keys[0])
-    stacked = torch.empty((len(source.keys), *first.shape), dtype=first.dtype)
-    for expert, key in enumerate(source.keys):
-        value = reader.read(key)
-        if value.dtype != first.dtype:
-            raise CheckpointError(
-                f"{reader.tensors[key].file} — {key} is {value.dtype}, expert 0 is {first.dtype} — "
-                "the experts of a layer share one dtype — convert the checkpoint to one dtype"
-            )
-        stacked[expert] = value
-    return stacked
+    return torch.stack([reader.read(key) for key in source.keys])
+
+
+def read_flat(reader: CheckpointReader, source: Source, start: int, stop: int) -> Iterator[Tensor]:
+    """Elements start to stop of a flattened native tensor: one view per file tensor that holds some; no other is read.
+
+    Args:
+        start, stop: 0 <= start <= stop <= elements of the whole tensor.
+    """
+    if start == stop:
+        return
+    length = math.prod(reader.tensors[source.keys[0]].shape)
+    for index in range(start // length, -(-stop // length)):
+        first = index * length
+        yield reader.read_elements(source.keys[index], max(start - first, 0), min(stop - first, length))

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lumina_ft.kernels import Routing, choose_experts, route
+from lumina_ft.kernels import Routing, route
+from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.u2_config import U2Config
+from lumina_ft.parallel.expert_parallel import ExpertParallel
 
 
 def keep_dtype(module: nn.Module, name: str, before: Tensor) -> None:
@@ -79,38 +81,13 @@ class Router(nn.Module):
         )
 
 
-class PackedExperts(nn.Module):
-    """All routed experts of a layer in three 3-D parameters; expert e is index e of dim 0."""
-
-    def __init__(self, config: U2Config, impl: str) -> None:
-        super().__init__()
-        experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_proj = nn.Parameter(torch.empty(experts, width, hidden))
-        self.up_proj = nn.Parameter(torch.empty(experts, width, hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
-        self.sizes = (hidden, width)
-        self.impl = impl
-
-    def forward(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
-        """Weighted sum over each token's experts.
-
-        Args:
-            x: [T, H]. topk_idx: [T, K] int64. topk_weight: [T, K] float32.
-
-        Returns:
-            [T, H].
-        """
-        run = choose_experts(self.impl, *self.sizes, self.gate_proj.dtype)
-        return run(x, self.gate_proj, self.up_proj, self.down_proj, topk_idx, topk_weight)
-
-
 class MoEBlock(nn.Module):
     """Routed experts plus the always-on shared expert."""
 
-    def __init__(self, config: U2Config, experts_impl: str) -> None:
+    def __init__(self, config: U2Config, experts_impl: str, expert_parallel: ExpertParallel | None) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = PackedExperts(config, experts_impl)
+        self.experts = PackedExperts(config, experts_impl, expert_parallel)
         if config.num_shared_experts is None:
             self.shared_experts = None
         else:

@@ -163,6 +163,10 @@ class CheckpointReader:
         stored = self.tensors[key]
         return self._files[stored.file].get_tensor(key)
 
+    def read_elements(self, key: str, start: int, stop: int) -> Tensor:
+        """Elements start to stop of the flattened tensor, as a view: pages of no other elements are touched."""
+        return self.read(key).view(-1)[start:stop]
+
     def close(self) -> None:
         """Close the files. Views that are still held stay valid."""
         self._files.clear()

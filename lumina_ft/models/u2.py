@@ -18,13 +18,14 @@ from transformers.utils.generic import ModelOutput
 from lumina_ft.batch import LossSum
 from lumina_ft.errors import ConfigError
 from lumina_ft.models.attention_plan import ATTENTION_IMPLS, plan_attention
+from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.init import initial_values
 from lumina_ft.models.inputs import ModelInputs, normalise_inputs
 from lumina_ft.models.losses import balance_loss, count_experts, cross_entropy_sum, normalise_labels
-from lumina_ft.models.moe import PackedExperts
 from lumina_ft.models.u2_backbone import U2Backbone
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.u2_heads import CodebookHead
+from lumina_ft.parallel.expert_parallel import ExpertParallel
 from lumina_ft.parallel.zero3 import full_shape, write_tensor
 
 EXPERTS_IMPLS = ("auto", "torch", "eager")
@@ -68,6 +69,7 @@ class U2ForDiffusion(PreTrainedModel):
         attention_impl: `segmented` never runs anything else and refuses inputs it can't serve; `dense` is the
             reference; `auto` is segmented unless an explicit mask is given.
         experts_impl: see `kernels.choose_experts`.
+        expert_parallel: ranks that share the routed experts; this one then holds its own experts only.
     """
 
     config: U2Config  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,10 +82,17 @@ class U2ForDiffusion(PreTrainedModel):
     balance_over_padding = False
     """Parity switch: count padding in the balance loss, as the published code does."""
 
-    def __init__(self, config: U2Config, *, attention_impl: str = "auto", experts_impl: str = "auto") -> None:
+    def __init__(
+        self,
+        config: U2Config,
+        *,
+        attention_impl: str = "auto",
+        experts_impl: str = "auto",
+        expert_parallel: ExpertParallel | None = None,
+    ) -> None:
         super().__init__(config)
         with no_init_weights():
-            self.model = U2Backbone(config, experts_impl)
+            self.model = U2Backbone(config, experts_impl, expert_parallel)
             self.lm_head = nn.Linear(config.hidden_size, config.text_rows or 0, bias=False)
             if config.num_codebooks is not None:
                 self.lm_img_head = nn.ModuleList(
@@ -312,12 +321,11 @@ class U2ForDiffusion(PreTrainedModel):
         *,
         config: U2Config | None = None,
         dtype: torch.dtype | None = None,
-        writer: Callable[[Tensor, Tensor], None] | None = None,
     ) -> "U2ForDiffusion":
         """Load a checkpoint directory of either layout; see `models.weights.load_pretrained`."""
         from lumina_ft.models.weights import load_pretrained
 
-        return load_pretrained(cls, Path(directory), config=config, dtype=dtype, writer=writer)
+        return load_pretrained(cls, Path(directory), config=config, dtype=dtype)
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

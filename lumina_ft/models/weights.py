@@ -1,13 +1,13 @@
 """Loading and saving of weights in every published layout, one tensor at a time.
 
 A checkpoint is compared with the model from the file headers alone; only when every name, shape and dtype fits is the
-first weight written. Experts of the split layout are stacked tensor by tensor, so besides the model itself the largest
-stacked tensor is all that is ever held.
+first weight written. Weights then go from the mapped files straight to where they stay, and each rank reads only what
+it keeps: its own experts, and under ZeRO-3 its own partition of every parameter.
 """
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,16 +18,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lumina_ft.data.codecs import CODEC_DIR
-from lumina_ft.errors import ConfigError
+from lumina_ft.errors import CheckpointError, ConfigError
+from lumina_ft.models.groups import is_adapter_name
 from lumina_ft.models.hf_keys import MODEL_TYPES, Layout, is_stacked_experts, split_key
 from lumina_ft.models.json_files import read_json_object, write_json
-from lumina_ft.models.matching import match_checkpoint, read_native
+from lumina_ft.models.matching import match_checkpoint, read_flat
 from lumina_ft.models.tensor_files import DEFAULT_SHARD_BYTES, CheckpointReader, ShardWriter, TensorSpec
 from lumina_ft.models.u2_config import U2Config
-from lumina_ft.parallel.zero3 import full_shape, write_tensor
+from lumina_ft.parallel.zero3 import FlatReader, default_dtype, fill_tensor, full_shape
 
-Writer = Callable[[Tensor, Tensor], None]
-"""`writer(target, value)`: fill one parameter or buffer of the model with the full tensor `value`."""
+Fill = Callable[[Tensor, FlatReader], None]
+"""`fill(target, read)`: fill one parameter or buffer of the model with the whole value that `read` gives pieces of."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -38,14 +39,13 @@ _CONFIG_DEFAULTS = {"architectures": ["LLaDA2MoeModelLM"], "rope_scaling": None,
 _NOT_CARRIED = ("config.json", "*.index.json", "adapter_config.json")
 
 
-def load_weights(model: PreTrainedModel, directory: Path, *, writer: Writer | None = None) -> Layout:
+def load_weights(model: PreTrainedModel, directory: Path, *, fill: Fill = fill_tensor) -> Layout:
     """Fill a model from a checkpoint directory, streaming.
 
     Args:
         model: parameters and buffers keep their dtypes; buffers such as the fp32 `expert_bias` get the stored bits.
-        directory: split or packed, single file or shards.
-        writer: fills one target; the default copies, and under ZeRO-3 spreads rank 0's value over the ranks. Targets
-            come in the same order on all ranks, so a writer may be collective.
+        directory: split or packed, single file or shards; every rank reads in it.
+        fill: fills one target. Targets come in the same order on all ranks.
 
     Returns:
         The layout found.
@@ -54,11 +54,10 @@ def load_weights(model: PreTrainedModel, directory: Path, *, writer: Writer | No
         CheckpointError: see `match_checkpoint`; nothing has been written to the model then.
     """
     targets = model.state_dict(keep_vars=True)
-    write = writer or write_tensor
     with CheckpointReader(Path(directory)) as reader:
         match = match_checkpoint(reader, {name: tuple(full_shape(t)) for name, t in targets.items()}, model.config)
         for name, source in match.sources.items():
-            write(targets[name], read_native(reader, source))
+            fill(targets[name], partial(read_flat, reader, source))
     return match.layout
 
 
@@ -77,7 +76,6 @@ def load_pretrained(
     *,
     config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
-    writer: Writer | None = None,
 ) -> Model:
     """Build a model from a checkpoint directory and fill it. Ends in eval mode, as `from_pretrained` does.
 
@@ -86,7 +84,6 @@ def load_pretrained(
         directory: checkpoint of either layout.
         config: used instead of the directory's own `U2Config`.
         dtype: of the parameters; default: the one that config.json names, else float32.
-        writer: see `load_weights`.
 
     Raises:
         CheckpointError: the directory doesn't hold exactly this model.
@@ -97,20 +94,10 @@ def load_pretrained(
         read_config_json(directory)
         config = U2Config.load(directory)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
-    with _default_dtype(dtype or stored or torch.float32), no_init_weights():
+    with default_dtype(dtype or stored or torch.float32), no_init_weights():
         model = cls(config)
-    load_weights(model, directory, writer=writer)
+    load_weights(model, directory)
     return model.eval()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class ModelWriter:
@@ -238,8 +225,16 @@ def save_model(
         layout: `packed` (native, for training and dFactory) or `split` (for the official inference code).
         max_shard_bytes: largest shard.
         source_dir: see `ModelWriter`.
+
+    Raises:
+        CheckpointError: an adapter is attached to the model.
     """
     tensors = model.state_dict()
+    if adapted := next((name for name in tensors if is_adapter_name(name)), None):
+        raise CheckpointError(
+            f"{directory} — {adapted} — a model directory holds no adapter — save that with "
+            "adapters.files.write_adapter, or merge it first (lumina-ft merge-lora)"
+        )
     specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     config_json = export_config(model.config, model.dtype, source_dir)
     with ModelWriter(

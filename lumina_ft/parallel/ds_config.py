@@ -59,6 +59,7 @@ class ZeroSettings:
         micro_batches: forward passes of one rank in one optimizer step.
         trainable_numel: elements that get gradients; no reduction bucket needs to be larger.
         overlap: communicate during backward; pointless on the CPU, which does both itself.
+        expert_parallel_size: ranks that share the routed experts among them.
     """
 
     world_size: int
@@ -67,6 +68,7 @@ class ZeroSettings:
     max_grad_norm: float
     trainable_numel: int
     overlap: bool
+    expert_parallel_size: int = 1
 
 
 def read_ds_config(zero: str) -> dict[str, Any]:
@@ -109,11 +111,19 @@ def resolve_ds_config(raw: Mapping[str, Any], settings: ZeroSettings) -> dict[st
     """Fill every "auto", add what the run configuration owns, refuse what contradicts it.
 
     Raises:
-        ConfigError: an unknown or contradicting block, or an "auto" without a rule.
+        ConfigError: an unknown or contradicting block, one that can't work, alone or with expert parallelism, or an
+            "auto" without a rule.
     """
     owned = _owned_values(settings)
     _refuse_conflicts(raw, owned)
     stage = zero_stage(raw)
+    if settings.expert_parallel_size > 1 and (problems := expert_parallel_problems(raw)):
+        raise ConfigError("\n".join(problems))
+    if stage in (1, 2) and raw["zero_optimization"].get("round_robin_gradients"):
+        raise ConfigError(
+            "parallel.zero: zero_optimization.round_robin_gradients — True — DeepSpeed then mistakes which part of the "
+            "optimizer's state belongs to which parameter, and checkpoints would mix them up — remove it"
+        )
     config: dict[str, Any] = {key: value for key, value in raw.items() if key in _PASSED_THROUGH}
     config |= owned
     config["zero_optimization"] = _fill_zero(dict(raw.get("zero_optimization", {})), stage, settings)
@@ -132,6 +142,71 @@ def resolve_ds_config(raw: Mapping[str, Any], settings: ZeroSettings) -> dict[st
         if value == "auto":
             raise ConfigError(f"parallel.zero: {path} — 'auto' — this key has no automatic value — give a number")
     return config
+
+
+def expert_parallel_problems(raw: Mapping[str, Any]) -> list[str]:
+    """What in a DeepSpeed JSON can't work, or would train the experts wrongly, where ranks share the experts.
+
+    Returns:
+        One message per key, ready for a ConfigError.
+
+    Raises:
+        ConfigError: the stage isn't one.
+    """
+    stage = zero_stage(raw)
+    if stage == 0:
+        return [
+            "parallel.expert_parallel_size — above 1 with ZeRO-0 — its gradients are averaged over all ranks, which "
+            "hold different experts — set parallel.zero to zero1, zero2 or zero3"
+        ]
+    return [
+        f"parallel.zero: {key} — {value!r} — can't be combined with parallel.expert_parallel_size: {reason} — "
+        "remove it, or set parallel.expert_parallel_size=1"
+        for key, value, wrong, reason in _expert_rules(raw, stage)
+        if wrong
+    ]
+
+
+def _expert_rules(raw: Mapping[str, Any], stage: int) -> list[tuple[str, Any, bool, str]]:
+    """(key, value, whether it excludes shared experts, reason)."""
+    block = raw.get("zero_optimization", {})
+    lost = "gradients of experts would be averaged over all ranks, which hold different experts"
+    unproven = "nothing proves yet that experts are trained rightly with it"
+    offload = block.get("offload_optimizer")
+    super_offload = offload.get("super_offload") if isinstance(offload, Mapping) else None
+    predivide = raw.get("gradient_predivide_factor", 1)
+    prescale = raw.get("prescale_gradients", False)
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("zero_optimization.zenflow", block.get("zenflow"), "zenflow" in block, "ZenFlow doesn't know of experts"),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            super_offload,
+            bool(super_offload),
+            "SuperOffload doesn't know of experts",
+        ),
+        (
+            "gradient_predivide_factor",
+            predivide,
+            predivide != 1,
+            "experts are averaged in other groups than the rest, and DeepSpeed undoes the factor in some of them only",
+        ),
+        ("prescale_gradients", prescale, bool(prescale), unproven),
+    ]
+    for target in ("offload_optimizer", "offload_param"):
+        device = block[target].get("device") if isinstance(block.get(target), Mapping) else None
+        rules.append((f"zero_optimization.{target}.device", device, device == "nvme", unproven))
+    if stage == 3:
+        secondary = block.get("zero_hpz_partition_size", 1)
+        quantized = {key: block.get(key, False) for key in ("zero_quantized_gradients", "zero_quantized_weights")}
+        rules += [
+            ("zero_optimization.zero_hpz_partition_size", secondary, secondary != 1, "hpZ ignores the experts' groups"),
+            *((f"zero_optimization.{k}", v, bool(v), lost if "grad" in k else unproven) for k, v in quantized.items()),
+        ]
+    else:
+        for key in ("reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce"):
+            value = block.get(key, True)
+            rules.append((f"zero_optimization.{key}", value, value is False, unproven if "multi" in key else lost))
+    return rules
 
 
 def _owned_values(settings: ZeroSettings) -> dict[str, Any]:
@@ -183,8 +258,8 @@ def _fill_zero(block: dict[str, Any], stage: int, settings: ZeroSettings) -> dic
             "stage3_prefetch_bucket_size": min(_PREFETCH_NUMEL, bucket) if settings.overlap else 0,
             "stage3_param_persistence_threshold": PERSISTENCE_NUMEL,
         }
-        # DeepSpeed's memory-saving linear replaces torch.nn.functional.linear for the whole process. Weights are leaf
-        # parameters here, which autograd saves by reference, so it would save nothing.
+        # DeepSpeed's memory-saving linear replaces torch.nn.functional.linear for the whole process. Without it,
+        # autograd keeps gathered weights outside recomputed layers until backward; `lumina-ft plan` counts them.
         block.setdefault("memory_efficient_linear", False)
     for key, value in auto.items():
         if block.get(key, "auto") == "auto":

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lumina_ft.errors import ConfigError, nearest
+from lumina_ft.parallel.expert_parallel import allow_experts_alone, announced
 from lumina_ft.parallel.state import local_decay, zero_gradient_params
 from lumina_ft.parallel.zero3 import gather_for_good
 
@@ -80,13 +81,16 @@ class Engine:
         self._decay_unused = decay_unused
         # Some of DeepSpeed's wrappers take a step with zero gradients to create the optimizer's state: with a learning
         # rate it would decay the weights, and it counts as the first of Adam's bias-corrected steps.
-        self._members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
+        self._members = {group["label"]: list(group["params"]) for group in optimizer.param_groups}
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         _import_muon_uncompiled()
+        trained = [param for members in self._members.values() for param in members]
         # One of its optimizers prints its memory use on stdout, which belongs to results.
-        with redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO()):
+        stdout = redirect_stdout(sys.stderr if log.isEnabledFor(logging.DEBUG) else io.StringIO())
+        with stdout, announced(module, trained if self.zero_stage < 3 else ()):
             self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
+        allow_experts_alone(self._engine.optimizer)
         optimizer.state.clear()
         self.module = module
         self.optimizer = optimizer
@@ -118,10 +122,10 @@ class Engine:
         """Clip and update; or, with a non-finite gradient, drop the gradients and change nothing.
 
         Args:
-            lrs: learning rate of each parameter group, by its `name`.
+            lrs: learning rate of each parameter group, by its `label`.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = lrs[group["name"]]
+            group["lr"] = lrs[group["label"]]
         norm = self._plain_norm() if self._plain else None
         if norm is not None and not bool(torch.isfinite(norm)):
             self._engine.zero_grad()
@@ -196,7 +200,7 @@ class Engine:
             factor = 1.0 - group["lr"] * group["weight_decay"]
             taken.append((group, group["weight_decay"]))
             if group["weight_decay"]:
-                local_decay(self, [p for p in self._members[group["name"]] if id(p) not in idle], factor)
+                local_decay(self, [p for p in self._members[group["label"]] if id(p) not in idle], factor)
                 group["weight_decay"] = 0.0
         return taken
 

@@ -1,7 +1,8 @@
 """Optimizer state as whole tensors: read from and written to an engine of any ZeRO stage, at any number of ranks.
 
-A parameter's fp32 master weight and Adam moments lie in flat partitions. `_fragment` is the one function that knows
-where; it returns views, so writing to them writes to the optimizer. Attribute names are DeepSpeed's (0.19).
+A parameter's fp32 master weight and Adam moments lie in flat partitions; of experts that ranks share among them, those
+of this rank's experts. `_fragment` is the one function that knows where; it returns views, so writing to them writes to
+the optimizer. Whole tensors hold all experts. Attribute names are DeepSpeed's (0.19).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lumina_ft.parallel.zero3 import full_shape
+from lumina_ft.parallel.zero3 import first_element, full_shape
 
 if TYPE_CHECKING:
     from lumina_ft.parallel.engine import Engine
@@ -143,7 +144,16 @@ def _create_state(engine: "Engine") -> None:
 
 
 def _fragment(engine: "Engine", param: Parameter, key: StateKey) -> _Fragment | None:
-    state_key = None if key == "master" else key
+    part = _local_fragment(engine, param, None if key == "master" else key)
+    return part and _Fragment(part.view, part.start + first_element(param))
+
+
+def _local_fragment(engine: "Engine", param: Parameter, state_key: str | None) -> _Fragment | None:
+    """As `_fragment`, with offsets in what this rank has of the parameter while it is gathered.
+
+    Args:
+        state_key: name of the moment; None: the master weight.
+    """
     wrapper: Any = engine.ds_optimizer
     if engine.zero_stage == 3:
         view, _ = wrapper._get_fp32_opt_state_partition(param, False, state_key)

@@ -17,11 +17,14 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def launch_ranks(script: str, *args: object, ranks: int = 2, ok: bool = True) -> subprocess.CompletedProcess[str]:
+def launch_ranks(
+    script: str, *args: object, ranks: int = 2, ok: bool = True, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
     """Run a script of this folder in every rank and wait.
 
     Args:
         ok: fail, showing what the ranks printed, unless all of them succeed.
+        timeout: seconds that a rank may take.
     """
     port = free_port()
     processes = []
@@ -41,7 +44,7 @@ def launch_ranks(script: str, *args: object, ranks: int = 2, ok: bool = True) ->
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

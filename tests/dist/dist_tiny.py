@@ -11,6 +11,7 @@ from lumina_ft.data.segments import Kind, Role, Sample, Segment
 from lumina_ft.data.shards import ShardWriter, make_meta, write_meta
 from lumina_ft.data.token_spec import DEMO_TOKENIZER, demo_spec
 from lumina_ft.data.tokenizer import copy_tokenizer, load_tokenizer
+from lumina_ft.tokens import TokenSpec
 
 CODEBOOKS = 4
 SPEC = demo_spec(codes=16, codebooks=CODEBOOKS)
@@ -51,41 +52,47 @@ def write_model_config(directory: Path) -> Path:
     return path
 
 
-def write_dataset(directory: Path, *, samples: int, seed: int = 0) -> Path:
-    """Random samples of three tasks in turn, as `data build` would store them."""
+def write_dataset(directory: Path, *, samples: int, seed: int = 0, short: bool = False, spec: TokenSpec = SPEC) -> Path:
+    """Random samples of three tasks in turn, as `data build` would store them.
+
+    Args:
+        short: samples of at most 48 tokens with blocks of 8 tokens; else of up to 160 with blocks of 32.
+        spec: of the model; text ids stay below 300, codes below 16.
+    """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
+    codebooks = spec.num_codebooks
 
     def text(role: Role, turn: int, length: int) -> Segment:
         ids = rng.integers(0, 300, length).astype(np.int32)
-        return Segment(role, turn, Kind.TEXT, ids, np.zeros((0, CODEBOOKS), np.uint16))
+        return Segment(role, turn, Kind.TEXT, ids, np.zeros((0, codebooks), np.uint16))
 
     def image(role: Role, turn: int) -> Segment:
-        codes = rng.integers(0, 16, (4, CODEBOOKS)).astype(np.uint16)
+        codes = rng.integers(0, 16, (4, codebooks)).astype(np.uint16)
         return Segment(role, turn, Kind.IMAGE, np.zeros(0, np.int32), codes, (2, 2))
 
     def size(low: int, high: int) -> int:
-        return int(rng.integers(low, high))
+        return int(rng.integers(low, min(high, 6) if short else high))
 
     turns: dict[str, Sequence] = {
         "t2i": (lambda: (text(USER, 0, size(3, 9)), image(ASSISTANT, 1)),),
         "understand": (lambda: (image(USER, 0), text(USER, 0, size(3, 9)), text(ASSISTANT, 1, size(1, 12))),),
         "text": (lambda: (text(USER, 0, size(3, 20)), text(ASSISTANT, 1, size(1, 30))),),
     }
-    writer = ShardWriter(directory, num_codebooks=CODEBOOKS)
+    writer = ShardWriter(directory, num_codebooks=codebooks)
     for index in range(samples):
         task = tuple(turns)[index % len(turns)]
-        segments = (text(SYSTEM, -1, 4), *turns[task][0]())
+        segments = (text(SYSTEM, -1, 1 if short else 4), *turns[task][0]())
         writer.add(Sample(index, task, segments, f"raw.jsonl:{index + 1}"))
     counts, shards = writer.close()
     meta = make_meta(
         counts=counts,
         shards=shards,
-        spec=SPEC,
+        spec=spec,
         tokenizer_identity=load_tokenizer("demo").identity,
         codec={"kind": "pq", "identity": "test"},
         system_prompts={},
-        block_tokens=32,
+        block_tokens=8 if short else 32,
     )
     write_meta(directory, meta)
     copy_tokenizer(DEMO_TOKENIZER, directory / "tokenizer")

@@ -204,3 +204,4 @@ def main() -> None:
 
 
 main()
+WORLD.close()

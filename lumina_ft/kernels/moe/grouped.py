@@ -13,16 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ALIGNMENT_BYTES = 16
-"""Row strides that `torch._grouped_mm` accepts are multiples of this."""
-
-
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of `a` grouped by `offsets`, times one matrix of `b` each; or, for two 2-D tensors, one product a group."""
-    return torch._grouped_mm(a, b, offs=offsets)  # pyright: ignore[reportPrivateImportUsage]
+from lumina_ft.kernels.moe.products import grouped_projection
+from lumina_ft.kernels.moe.weights import Experts
 
 
 class ExpertPlan(NamedTuple):
@@ -32,12 +24,14 @@ class ExpertPlan(NamedTuple):
         token: [N] int64, token of each sorted row.
         order: [N] int64, flat (token, slot) index of each sorted row.
         inverse: [N] int64, sorted row of each flat (token, slot) index.
+        counts: [E] int64, rows of each expert.
         offsets: [E] int32, end of each expert's rows.
     """
 
     token: Tensor
     order: Tensor
     inverse: Tensor
+    counts: Tensor
     offsets: Tensor
 
 
@@ -54,7 +48,7 @@ def plan_experts(topk_idx: Tensor, num_experts: int) -> ExpertPlan:
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
     )
-    return ExpertPlan(order // topk_idx.shape[1], order, inverse, counts.cumsum(0).to(torch.int32))
+    return ExpertPlan(order // topk_idx.shape[1], order, inverse, counts, counts.cumsum(0).to(torch.int32))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -91,26 +85,16 @@ def _sum_slots(rows: Tensor, plan: ExpertPlan, tokens: int) -> Tensor:
     return F.embedding_bag(plan.inverse.view(tokens, -1), rows, mode="sum")
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """y[row] = weight[expert of row] @ x[row].
-
-    The weight is saved itself, never a transposed view of it: a sharded parameter swaps its storage between forward and
-    backward, and a saved view would keep the old one alive.
-    """
-
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        return _grouped_mm(x, weight.transpose(1, 2), offsets)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = _grouped_mm(grad, weight, offsets) if ctx.needs_input_grad[0] else None
-        grad_weight = _grouped_mm(grad.t(), x, offsets) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.inverse), None, None
 
 
 def dispatch(x: Tensor, plan: ExpertPlan) -> Tensor:
@@ -123,53 +107,49 @@ def combine(y: Tensor, plan: ExpertPlan, tokens: int) -> Tensor:
     return _Combine.apply(y, plan, tokens)  # pyright: ignore[reportReturnType]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """One linear layer per expert.
+def sort_slots(values: Tensor, plan: ExpertPlan) -> Tensor:
+    """[T, K] values of (token, slot) pairs -> [N, 1], sorted by expert."""
+    return values.reshape(-1, 1).gather(0, plan.order.unsqueeze(1))
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[order]` of [N, ...], where `inverse` [N] undoes `order` [N]."""
+    return _Permute.apply(rows, order, inverse)  # pyright: ignore[reportReturnType]
+
+
+def grouped_mlp(
+    rows: Tensor, experts: Experts, row_weight: Tensor, offsets: Tensor, keys: Tensor | None = None
+) -> Tensor:
+    """Weighted output of each row's expert. The weight multiplies the hidden layer, which is narrower than the output.
 
     Args:
-        x: [N, in] rows sorted by expert.
-        weight: [E, out, in].
-        offsets: [E] int32 ends of the experts' rows; an expert may have none and then gets a zero gradient.
+        rows: [N, H] float, sorted by expert.
+        row_weight: [N, 1] float32.
+        offsets: [E] int32 ends of the experts' rows.
+        keys: [N, 1] int64, see `moe.dropout`; None: no dropout.
 
     Returns:
-        [N, out].
+        [N, H] in the dtype of `rows`.
     """
-    return _GroupedLinear.apply(x, weight, offsets)  # pyright: ignore[reportReturnType]
+    gate = grouped_projection(rows, experts.gate, offsets, keys)
+    hidden = F.silu(gate) * grouped_projection(rows, experts.up, offsets, keys)
+    return grouped_projection((hidden * row_weight).to(rows.dtype), experts.down, offsets, keys)
 
 
-def grouped_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, topk_idx: Tensor, topk_weight: Tensor) -> Tensor:
+def grouped_experts(
+    x: Tensor, experts: Experts, topk_idx: Tensor, topk_weight: Tensor, keys: Tensor | None = None
+) -> Tensor:
     """Weighted sum over each token's experts, all experts at once.
 
-    The routing weight multiplies the hidden layer, which is narrower than the output.
-
     Args:
-        x: [T, H] float. gate, up: [E, I, H]. down: [E, H, I].
+        x: [T, H] float.
         topk_idx: [T, K] int64. topk_weight: [T, K] float32.
+        keys: [T, K] int64, see `moe.dropout`; None: no dropout.
 
     Returns:
         [T, H] in the dtype of `x`.
     """
-    plan = plan_experts(topk_idx, gate.shape[0])
-    rows = dispatch(x, plan)
-    hidden = F.silu(grouped_linear(rows, gate, plan.offsets)) * grouped_linear(rows, up, plan.offsets)
-    row_weight = topk_weight.reshape(-1, 1).gather(0, plan.order.unsqueeze(1))
-    out = grouped_linear((hidden * row_weight).to(x.dtype), down, plan.offsets)
+    plan = plan_experts(topk_idx, experts.gate.weight.shape[0])
+    row_keys = None if keys is None else sort_slots(keys, plan)
+    out = grouped_mlp(dispatch(x, plan), experts, sort_slots(topk_weight, plan), plan.offsets, row_keys)
     return combine(out, plan, x.shape[0])
-
-
-def unsupported_reason(hidden_size: int, expert_size: int, dtype: torch.dtype) -> str | None:
-    """Why the grouped product can't run with these sizes, or None.
-
-    Args:
-        hidden_size: H. expert_size: I.
-        dtype: of the weights.
-    """
-    if not hasattr(torch, "_grouped_mm"):
-        return f"torch {torch.__version__} has no grouped matrix product"
-    if dtype not in SUPPORTED_DTYPES:
-        return f"the grouped matrix product has no {dtype}"
-    per_row = ALIGNMENT_BYTES // dtype.itemsize
-    for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", expert_size)):
-        if size % per_row:
-            return f"{name}={size} is not a multiple of {per_row}, as {dtype} rows need"
-    return None

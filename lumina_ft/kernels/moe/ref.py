@@ -1,10 +1,9 @@
 """Reference routed experts: one expert at a time (M5).
 
-Shape legend: T tokens, H hidden, I expert width, E experts, K chosen experts per token.
+Shape legend: T tokens, H hidden, I expert width, E experts, K chosen experts per token, n rows of one expert.
 
-Weights come as one tensor per expert. A stacked [E, I, H] parameter is passed as `weight.unbind(0)`, whose backward
-stacks all expert gradients once; indexing `weight[e]` would write an [E, I, H] gradient per expert. Both functions read
-sizes on the host, so they are for reading, checking and small runs. They know nothing of expert parallelism: every
+Weights come as one set of matrices per expert, those of stacked parameters through `Experts.unbind`. Both functions
+read sizes on the host, so they are for reading, checking and small runs. They know nothing of expert parallelism: every
 expert must be here.
 """
 
@@ -14,19 +13,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lumina_ft.kernels.moe.dropout import drop_
+from lumina_ft.kernels.moe.weights import Experts, Projection
 
-def expert_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down(silu(gate x) * up x) of one expert. x: [n, H]; gate, up: [I, H]; down: [H, I]. Returns [n, H]."""
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+def project(x: Tensor, projection: Projection, keys: Tensor | None = None) -> Tensor:
+    """W x + scale B A drop(x) of one expert.
+
+    Args:
+        x: [n, I]. projection: weight [O, I].
+        keys: [n, 1] int64, see `moe.dropout`; None: nothing is dropped.
+
+    Returns:
+        [n, O].
+    """
+    y = F.linear(x, projection.weight)
+    lora = projection.lora
+    if lora is None:
+        return y
+    if keys is not None and lora.dropout:
+        mask = drop_(torch.ones_like(x, requires_grad=False), keys, lora.dropout, lora.stream)
+        x = x * mask / (1.0 - lora.dropout)
+    return y + lora.scale * F.linear(F.linear(x, lora.a), lora.b)
+
+
+def expert_mlp(x: Tensor, expert: Experts, keys: Tensor | None = None) -> Tensor:
+    """down(silu(gate x) * up x) of one expert. x: [n, H]. keys: see `project`. Returns [n, H]."""
+    hidden = F.silu(project(x, expert.gate, keys)) * project(x, expert.up, keys)
+    return project(hidden, expert.down, keys)
 
 
 def expert_loop(
-    x: Tensor,
-    gate: Sequence[Tensor],
-    up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    topk_idx: Tensor,
-    topk_weight: Tensor,
+    x: Tensor, experts: Sequence[Experts], topk_idx: Tensor, topk_weight: Tensor, keys: Tensor | None = None
 ) -> Tensor:
     """Weighted sum over each token's experts, looping over all experts. Used in training.
 
@@ -34,28 +52,24 @@ def expert_loop(
 
     Args:
         x: [T, H] float.
-        gate, up: E tensors [I, H]; down: E tensors [H, I].
+        experts: E of them.
         topk_idx: [T, K] int64.
         topk_weight: [T, K] float32.
+        keys: [T, K] int64, see `moe.dropout`; None: no dropout.
 
     Returns:
         [T, H] in the dtype of `x`.
     """
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    for expert, (w_gate, w_up, w_down) in enumerate(zip(gate, up, down, strict=True)):
-        token, slot = (topk_idx == expert).nonzero(as_tuple=True)
-        y = expert_mlp(x[token], w_gate, w_up, w_down)
+    for number, expert in enumerate(experts):
+        token, slot = (topk_idx == number).nonzero(as_tuple=True)
+        y = expert_mlp(x[token], expert, None if keys is None else keys[token, slot].unsqueeze(-1))
         out = out.index_add(0, token, y.to(out.dtype) * topk_weight[token, slot].unsqueeze(-1))
     return out.to(x.dtype)
 
 
 def expert_buckets(
-    x: Tensor,
-    gate: Sequence[Tensor],
-    up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    topk_idx: Tensor,
-    topk_weight: Tensor,
+    x: Tensor, experts: Sequence[Experts], topk_idx: Tensor, topk_weight: Tensor, keys: Tensor | None = None
 ) -> Tensor:
     """The same sum with the (token, slot) pairs sorted into one bucket per expert. Used in eval mode.
 
@@ -65,12 +79,12 @@ def expert_buckets(
     """
     flat_expert = topk_idx.reshape(-1)
     order = flat_expert.argsort(stable=True)
-    sizes = torch.bincount(flat_expert, minlength=len(gate)).tolist()
+    sizes = torch.bincount(flat_expert, minlength=len(experts)).tolist()
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    for expert, rows in enumerate(order.split(sizes)):
+    for number, rows in enumerate(order.split(sizes)):
         if rows.numel() == 0:
             continue
         token = rows // topk_idx.shape[1]
-        y = expert_mlp(x[token], gate[expert], up[expert], down[expert])
+        y = expert_mlp(x[token], experts[number], None if keys is None else keys.reshape(-1, 1)[rows])
         out = out.index_add(0, token, y.to(out.dtype) * topk_weight.reshape(-1)[rows].unsqueeze(-1))
     return out.to(x.dtype)

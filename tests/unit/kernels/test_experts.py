@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lumina_ft.errors import ConfigError
-from lumina_ft.kernels import choose_experts, eager_experts
-from lumina_ft.kernels.moe.grouped import combine, dispatch, grouped_experts, grouped_linear, plan_experts
+from lumina_ft.kernels import Experts, Projection, choose_experts, eager_experts
+from lumina_ft.kernels.moe.grouped import combine, dispatch, grouped_experts, plan_experts
+from lumina_ft.kernels.moe.products import grouped_linear
 from lumina_ft.kernels.moe.ref import expert_buckets, expert_loop, expert_mlp
 
 # tokens, hidden, width, experts, top_k, reason
@@ -41,7 +42,7 @@ def make(tokens, hidden, width, experts, top_k, dtype=torch.float32):
 def run(call, x, weights, topk_idx, topk_weight, upstream):
     for tensor in (x, *weights, topk_weight):
         tensor.grad = None
-    out = call(x, *weights, topk_idx, topk_weight)
+    out = call(x, Experts(*map(Projection, weights)), topk_idx, topk_weight)
     out.backward(upstream)
     grads = {"x": x.grad, "gate": weights[0].grad, "up": weights[1].grad, "down": weights[2].grad}
     return {"out": out.detach(), **grads, "topk_weight": topk_weight.grad}
@@ -53,13 +54,10 @@ def assert_relative(got, want, limit):
         assert difference <= limit, (name, difference)
 
 
-def token_by_token(x, gate, up, down, topk_idx, topk_weight):
-    rows = []
+def token_by_token(x, experts, topk_idx, topk_weight):
+    rows, experts = [], experts.unbind()
     for t in range(x.shape[0]):
-        parts = [
-            topk_weight[t, k] * expert_mlp(x[t : t + 1], gate[e], up[e], down[e])
-            for k, e in enumerate(topk_idx[t].tolist())
-        ]
+        parts = [topk_weight[t, k] * expert_mlp(x[t : t + 1], experts[e]) for k, e in enumerate(topk_idx[t].tolist())]
         rows.append(torch.stack(parts).sum(0))
     return torch.cat(rows)
 
@@ -87,7 +85,7 @@ def test_buckets_equal_loop_and_keep_gradients(tokens, hidden, width, experts, t
     case = make(tokens, hidden, width, experts, top_k)
 
     def stacked(call):
-        return lambda x, g, u, d, i, w: call(x, g.unbind(0), u.unbind(0), d.unbind(0), i, w)
+        return lambda x, experts, i, w: call(x, experts.unbind(), i, w)
 
     assert_relative(run(stacked(expert_buckets), *case), run(stacked(expert_loop), *case), 1e-6)
 
@@ -105,7 +103,7 @@ def test_grouped_in_bfloat16_is_as_close_as_the_loop():
 def test_frozen_weights_get_no_gradient_and_none_is_computed():
     x, weights, topk_idx, topk_weight, upstream = make(20, 16, 8, 4, 2)
     frozen = [w.detach() for w in weights]
-    grouped_experts(x, *frozen, topk_idx, topk_weight).backward(upstream)
+    grouped_experts(x, Experts(*map(Projection, frozen)), topk_idx, topk_weight).backward(upstream)
     assert all(w.grad is None for w in frozen)
     assert x.grad.norm() > 0
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from small_u2 import small_config
 
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
-from lumina_ft.models.tensor_files import INDEX_FILE, SINGLE_FILE
+from lumina_ft.models.tensor_files import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.weights import load_pretrained, load_weights, save_model
+from lumina_ft.parallel.expert_parallel import ExpertParallel
+from lumina_ft.parallel.zero3 import FlatReader, fill_tensor
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.expert_bias"
@@ -243,6 +246,16 @@ def test_experts_of_different_dtypes_are_refused(split: Path):
         load_pretrained(U2ForDiffusion, split)
 
 
+def test_dtypes_of_experts_are_compared_before_anything_is_written(split: Path):
+    edit(split, {"model.layers.2.mlp.experts.3.down_proj.weight": torch.zeros(16, 8, dtype=torch.bfloat16)})
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    with pytest.raises(CheckpointError, match="one dtype"):
+        load_weights(model, split)
+    assert not model.lm_head.weight.any()
+
+
 def test_mixed_layouts_are_refused(model, split: Path):
     edit(split, {"model.layers.2.mlp.experts.up_proj": torch.zeros(4, 8, 16)})
     with pytest.raises(CheckpointError, match="one by one or stacked, never both"):
@@ -258,13 +271,44 @@ def test_nothing_is_written_to_the_model_when_the_checkpoint_is_wrong(split: Pat
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_writer_receives_every_target_with_its_full_value_in_model_order(model, split: Path):
+def test_every_target_is_filled_once_in_model_order_with_its_whole_value(model, split: Path):
     target, seen = tiny_model(), []
     names = {id(tensor): name for name, tensor in target.state_dict(keep_vars=True).items()}
-    layout = load_weights(target, split, writer=lambda t, value: seen.append((names[id(t)], value.clone())))
-    assert layout == "split"
+
+    def fill(tensor: torch.Tensor, read: FlatReader) -> None:
+        seen.append((names[id(tensor)], torch.cat(list(read(0, tensor.numel()))).view(tensor.shape)))
+
+    assert load_weights(target, split, fill=fill) == "split"
     assert [name for name, _ in seen] == list(model.state_dict())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in seen)
+
+
+@pytest.mark.parametrize("layout", ["packed", "split"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_own_experts_only(model, tmp_path: Path, layout, rank: int, monkeypatch: pytest.MonkeyPatch):
+    save_model(model, tmp_path, layout=layout)
+    # No process group takes part in loading.
+    place: Any = ExpertParallel(size=2, rank=rank, name="ep_size_2", group=None, replicas=None)
+    target = U2ForDiffusion(model.config, expert_parallel=place)
+    read, reads = CheckpointReader.read_elements, []
+
+    def noted(self: CheckpointReader, key: str, start: int, stop: int) -> torch.Tensor:
+        reads.append((key, start, stop))
+        return read(self, key, start, stop)
+
+    monkeypatch.setattr(CheckpointReader, "read_elements", noted)
+    load_weights(target, tmp_path)
+    row = 8 * 16
+    experts = [r for r in reads if ".mlp.experts." in r[0] and r[0].startswith("model.layers.1.")]
+    if layout == "packed":
+        assert sorted(r[1:] for r in experts) == [(rank * 2 * row, (rank + 1) * 2 * row)] * 3
+    else:
+        assert {int(r[0].split(".")[5]) for r in experts} == {rank * 2, rank * 2 + 1}
+        assert len(experts) == 2 * 3
+    whole = model.state_dict()
+    for name, tensor in target.state_dict().items():
+        expected = whole[name][place.local(4)] if ".mlp.experts." in name else whole[name]
+        assert torch.equal(tensor, expected), name
 
 
 def test_missing_and_broken_config(split: Path):
@@ -281,26 +325,23 @@ def test_unknown_layout_is_refused(model, tmp_path: Path):
         save_model(model, tmp_path, layout="fused")
 
 
-def test_loading_holds_one_tensor_besides_the_model(tmp_path: Path):
-    """Streaming: anonymous memory grows by the model and one stacked tensor, not by the checkpoint."""
+def test_loading_holds_nothing_besides_the_model(tmp_path: Path):
+    """From the mapped file straight to the weights: anonymous memory doesn't grow, whatever the layout."""
     sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=32, num_hidden_layers=6)
     model = tiny_model(**sizes)
     save_model(model, tmp_path, layout="split")
-    total = sum(t.numel() * t.itemsize for t in model.state_dict().values())
     peak = 0
 
     def anonymous_bytes() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
-    def watch(target: torch.Tensor, value: torch.Tensor) -> None:
+    def watch(target: torch.Tensor, read: FlatReader) -> None:
         nonlocal peak
-        with torch.no_grad():
-            target.copy_(value)
+        fill_tensor(target, read)
         peak = max(peak, anonymous_bytes())
 
     before = anonymous_bytes()
-    load_weights(model, tmp_path, writer=watch)
-    assert total > 120 << 20
-    # One stacked tensor has 8 MiB; the allocator may keep a few of that size.
-    assert peak - before < 48 << 20, f"{(peak - before) >> 20} MiB over the model"
+    load_weights(model, tmp_path, fill=watch)
+    # The stacked experts of one projection have 8 MiB.
+    assert peak - before < 6 << 20, f"{(peak - before) >> 20} MiB over the model"

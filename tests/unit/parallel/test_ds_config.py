@@ -56,11 +56,73 @@ def test_given_numbers_stay():
         ({"gradient_acumulation_steps": 4}, r"not supported; did you mean 'gradient_accumulation_steps'"),
         ({"zero_optimization": {"stage": 4}}, r"stage — 4 — must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, r"sub_group_size — 'auto' — .*no automatic"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, r"round_robin_gradients — .* mix them up"),
     ],
 )
 def test_contradictions_name_the_key_and_the_fix(raw, message):
     with pytest.raises(ConfigError, match=message):
         resolve_ds_config(raw, settings())
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys"),
+    [
+        ({}, ["parallel.expert_parallel_size"]),
+        ({"zero_optimization": {"stage": 0}}, ["parallel.expert_parallel_size"]),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_scatter": False, "contiguous_gradients": False}},
+            ["zero_optimization.reduce_scatter", "zero_optimization.contiguous_gradients"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}},
+            ["zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients"],
+        ),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            ["zero_optimization.offload_optimizer.super_offload"],
+        ),
+        ({"gradient_predivide_factor": 2.0, "zero_optimization": {"stage": 1}}, ["gradient_predivide_factor"]),
+        (
+            {
+                "prescale_gradients": True,
+                "zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False},
+            },
+            ["prescale_gradients", "zero_optimization.use_multi_rank_bucket_allreduce"],
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "zero_quantized_weights": True,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "disk"},
+                    "offload_param": {"device": "nvme", "nvme_path": "disk"},
+                }
+            },
+            [
+                "zero_optimization.offload_optimizer.device",
+                "zero_optimization.offload_param.device",
+                "zero_optimization.zero_quantized_weights",
+            ],
+        ),
+    ],
+)
+def test_what_rules_out_expert_parallelism_is_named_and_only_then_refused(raw, keys):
+    resolve_ds_config(raw, settings())
+    with pytest.raises(ConfigError) as caught:
+        resolve_ds_config(raw, settings(expert_parallel_size=2))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(keys)
+    for line, key in zip(lines, keys, strict=True):
+        assert key in line.split(" — ")[0]
+        assert "expert_parallel_size" in line
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_presets_and_offload_work_with_expert_parallelism(stage):
+    raw = read_ds_config(f"zero{stage}")
+    raw["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert resolve_ds_config(raw, settings(expert_parallel_size=2))["zero_optimization"]["stage"] == stage
 
 
 def test_agreeing_values_are_accepted():

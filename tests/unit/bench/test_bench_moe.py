@@ -2,7 +2,7 @@
 
 import pytest
 
-from lumina_ft import bench
+from lumina_ft.bench import moe as bench
 from lumina_ft.errors import RunError
 
 SMALL = {"tokens": 24, "hidden": 16, "width": 8, "experts": 6, "top_k": 2, "repeats": 3}

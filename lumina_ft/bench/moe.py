@@ -1,4 +1,4 @@
-"""`lumina-ft bench`: timings of kernels against their references, after checking that both agree."""
+"""Routed experts as grouped products against a loop over per-expert weights: processor time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from torch import Tensor
 from lumina_ft.errors import RunError
 from lumina_ft.kernels.moe.grouped import grouped_experts
 from lumina_ft.kernels.moe.ref import expert_loop
+from lumina_ft.kernels.moe.weights import Experts, Projection
 
 _AGREEMENT = 1e-4
 """Largest relative L2 difference of outputs and gradients in float32 before timing makes sense."""
@@ -94,10 +95,11 @@ class _MoECase:
         )
 
     def loop(self) -> Tensor:
-        return expert_loop(self.x, self.single[0], self.single[1], self.single[2], self.topk_idx, self.topk_weight)
+        experts = [Experts(*map(Projection, weights)) for weights in zip(*self.single, strict=True)]
+        return expert_loop(self.x, experts, self.topk_idx, self.topk_weight)
 
     def grouped(self) -> Tensor:
-        return grouped_experts(self.x, self.packed[0], self.packed[1], self.packed[2], self.topk_idx, self.topk_weight)
+        return grouped_experts(self.x, Experts(*map(Projection, self.packed)), self.topk_idx, self.topk_weight)
 
     def clear(self) -> None:
         for tensor in (self.x, *self.packed, *(w for weights in self.single for w in weights)):
