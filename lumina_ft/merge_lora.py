@@ -111,6 +111,20 @@ def parse_adapter(text: str) -> WeightedAdapter:
         raise ConfigError(f"--adapter — {text} — {weight!r} must be a number — write DIR=0.5, or DIR alone") from error
 
 
+def _print_experts(console: Console, experts: dict[str, dict[str, Any]]) -> None:
+    """One line about all adapted experts, if there are any."""
+    if not experts:
+        return
+    trained, untrained = (sum(check[key] for check in experts.values()) for key in ("trained", "untrained"))
+    worst = min(experts, key=lambda name: experts[name]["lowest_cosine"])
+    without = f", {untrained} more have an update of zero" if untrained else ""
+    console.print(
+        f"experts: {trained} matrices in {len(experts)} tensors, lowest delta cosine "
+        f"{experts[worst]['lowest_cosine']:.6f} ({worst} expert {experts[worst]['lowest']}){without}",
+        soft_wrap=True,
+    )
+
+
 def print_merge(result: dict[str, Any]) -> None:
     """Print the report of a merge on stdout."""
     console = Console(file=sys.stdout)
@@ -129,6 +143,7 @@ def print_merge(result: dict[str, Any]) -> None:
             f"own, {check['copied']} the base's",
             soft_wrap=True,
         )
+        _print_experts(console, check["experts"])
     logits = result["logits"]
     if logits is not None:
         console.print(

@@ -3,16 +3,19 @@
     python scripts/make_checkpoint.py out/big --size-gb 6 --layout split --adapter out/big-adapter
 
 The model is the published one with fewer layers. Weights are normal numbers of one drawn block, shifted from piece to
-piece: as good as drawn ones for reading, hashing and merging, and as fast as the disk.
+piece: as good as drawn ones for reading, hashing and merging, and as fast as the disk. Norms have weights around 1, so
+that the model trains, too.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from lumina_ft.adapters.expert_layout import wrapper_names
 from lumina_ft.adapters.targets import plan_targets
 from lumina_ft.config.lora_schema import LoraConfig
 from lumina_ft.models.hf_keys import CHANNEL_MASK
@@ -24,6 +27,7 @@ from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.weights import ModelWriter, export_config
 
 _BLOCK = 1 << 24
+DEFAULT_TARGETS = ("attention", "dense_mlp", "shared_experts")
 _STEP = 1_000_003
 """Shift between pieces; prime, so that blocks don't come back soon."""
 
@@ -70,23 +74,33 @@ def write_checkpoint(directory: Path, config: U2Config, *, layout: str, dtype: t
                 shape = (rows.stop - rows.start, *spec.shape[1:])
                 count = torch.Size(shape).numel()
                 shift = (shift + _STEP) % _BLOCK
-                writer.write_rows(name, rows.start, block[shift : shift + count].reshape(shape).to(spec.dtype))
+                values = block[shift : shift + count] + (1.0 if name.endswith("norm.weight") else 0.0)
+                writer.write_rows(name, rows.start, values.reshape(shape).to(spec.dtype))
     return sum(spec.num_bytes for spec in specs.values())
 
 
-def write_random_adapter(directory: Path, base: Path, config: U2Config, *, rank: int, seed: int) -> int:
-    """Write a plain PEFT adapter on attention, dense and shared MLPs, with the hashes of the base; returns its layers.
+def write_random_adapter(
+    directory: Path, base: Path, config: U2Config, *, rank: int, seed: int, targets: Sequence[str] = DEFAULT_TARGETS
+) -> int:
+    """Write a plain PEFT adapter with the hashes of the base; returns how many tensors it adapts.
 
     Its updates are about as large as those of a short training: a few percent of the weights.
+
+    Args:
+        targets: as in `lora.targets`.
     """
     with torch.device("meta"):
-        targets = plan_targets(U2ForDiffusion(config), LoraConfig(rank=rank, alpha=2.0 * rank))
+        cfg = LoraConfig(rank=rank, alpha=2.0 * rank, targets=tuple(targets))
+        adapted = plan_targets(U2ForDiffusion(config), cfg)
+    stacked = [target.module for target in adapted if target.num_experts]
+    names = wrapper_names(stacked)
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for target in targets:
-        prefix = f"base_model.model.{target.module}.lora_"
-        tensors[f"{prefix}A.weight"] = torch.randn(rank, target.in_features, generator=draw) / rank
-        tensors[f"{prefix}B.weight"] = torch.randn(target.out_features, rank, generator=draw) * 1e-3
+    for target in adapted:
+        prefix = f"base_model.model.{names.get(target.module, target.module)}.lora_"
+        pairs = rank * (target.num_experts or 1)
+        tensors[f"{prefix}A.weight"] = torch.randn(pairs, target.in_features, generator=draw) / rank
+        tensors[f"{prefix}B.weight"] = torch.randn(target.out_features, pairs, generator=draw) * 1e-3
     identity = model_identity(base)
     metadata = {
         "format": "pt",
@@ -96,9 +110,10 @@ def write_random_adapter(directory: Path, base: Path, config: U2Config, *, rank:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    settings |= {"target_modules": sorted({target.module for target in targets})}
+    settings |= {"target_modules": sorted(target.module for target in adapted if not target.num_experts)}
+    settings |= {"target_parameters": stacked}
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return len(targets)
+    return len(adapted)
 
 
 def main() -> None:
@@ -111,6 +126,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--adapter", type=Path, help="also write a random adapter here")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="what it adapts, as in lora.targets")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.output.exists():
@@ -120,8 +136,9 @@ def main() -> None:
     num_bytes = write_checkpoint(args.output, config, layout=args.layout, dtype=dtype, seed=args.seed)
     made = {"output": str(args.output), "layers": config.num_hidden_layers, "gb": round(num_bytes / 1e9, 3)}
     if args.adapter:
-        adapted = write_random_adapter(args.adapter, args.output, config, rank=args.rank, seed=args.seed)
-        made |= {"adapter": str(args.adapter), "adapted_layers": adapted, "rank": args.rank}
+        options = {"rank": args.rank, "seed": args.seed, "targets": args.targets}
+        adapted = write_random_adapter(args.adapter, args.output, config, **options)
+        made |= {"adapter": str(args.adapter), "adapted_tensors": adapted, "rank": args.rank}
     print(json.dumps(made))
 
 

@@ -41,7 +41,7 @@ class Update:
         """New values of some rows of a tensor. w: these rows of the base's. dtype: of the result."""
         if self.replacement is not None:
             return converted(self.replacement[rows], dtype)
-        deltas = [lora_delta(pair.a, pair.b[rows], pair.scale) for pair in self.pairs]
+        deltas = [_delta(pair, rows) for pair in self.pairs]
         magnitude = self.pairs[0].magnitude
         return merge_weight(w, deltas, magnitude=None if magnitude is None else magnitude[rows], dtype=dtype)
 
@@ -87,8 +87,8 @@ def combine(files: Sequence[tuple[LoraFile, float]], base: dict[str, TensorSpec]
     updates: dict[str, Update] = {}
     for file, weight in files:
         for module, info in file.targets.items():
-            name = f"{module}.weight"
-            _check_fit(file, name, (info.out_features, info.in_features), base, where)
+            name = info.weight
+            _check_fit(file, name, info.shape, base, where)
             pair = file.pair(module)
             before = updates.get(name, Update())
             if before.replacement is not None:
@@ -105,6 +105,12 @@ def combine(files: Sequence[tuple[LoraFile, float]], base: dict[str, TensorSpec]
                 raise _exclusive(name, updates[name], file)
             updates[name] = Update((), file.module_tensor(name), (file.path,))
     return updates
+
+
+def _delta(pair: LoraPair, rows: slice) -> Tensor:
+    """What a pair adds to these rows of a tensor; rows of stacked experts are experts, each with a pair of its own."""
+    a = pair.a if pair.a.dim() == 2 else pair.a[rows]
+    return lora_delta(a, pair.b[rows], pair.scale)
 
 
 def _check_fit(file: LoraFile, name: str, shape: tuple[int, ...], base: dict[str, TensorSpec], where: Path) -> None:

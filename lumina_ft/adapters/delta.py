@@ -1,6 +1,6 @@
 """What an adapter adds to a weight: W + sum of w s B A, or DoRA's rescaled rows, in float64 and rounded once.
 
-Shape legend: O outputs, I inputs, r rank.
+Shape legend: O outputs, I inputs, r rank; stacked experts have an axis in front.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ def lora_delta(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale * B A.
 
     Args:
-        a: [r, I]. b: [O, r], or some of its rows.
+        a: [r, I] or [E, r, I]. b: [O, r], or some of its rows, or [E, O, r].
         scale: alpha / r or alpha / sqrt(r), times the adapter's weight in the merge.
 
     Returns:
-        [O, I] float64.
+        [O, I] or [E, O, I] float64.
     """
     return (b.double() @ a.double()).mul_(scale)
 
@@ -32,13 +32,13 @@ def merge_weight(
     DoRA (arXiv:2402.09353, as PEFT merges it): row o becomes magnitude[o] * V[o] / ||V[o]||, V = W + delta.
 
     Args:
-        w: [O, I] of any float dtype, or some of its rows.
-        deltas: [O, I] float64 each, same rows.
+        w: [O, I] of any float dtype, or some of its rows, or [E, O, I].
+        deltas: float64 of that shape each.
         magnitude: [O], for DoRA.
         dtype: of the result; default: of `w`.
 
     Returns:
-        [O, I].
+        As `w`.
     """
     total = w.double()
     for delta in deltas:
@@ -81,6 +81,18 @@ def delta_cosine(before: Tensor, after: Tensor, delta: Tensor) -> float:
     Returns:
         In [-1, 1]; 0 if `after` equals `before` although `delta` isn't zero; 1 if both are unchanged.
     """
+    return cosine_of(*change_sums(before, after, delta))
+
+
+def change_sums(before: Tensor, after: Tensor, delta: Tensor) -> tuple[float, float, float]:
+    """What `cosine_of` needs; the sums of several weights add up to those of their stack.
+
+    Args:
+        before, after, delta: as in `delta_cosine`.
+
+    Returns:
+        (after - before) . delta, |after - before|^2, |delta|^2.
+    """
     dot = kept_square = delta_square = 0.0
     for rows in row_pieces(before.shape):
         wanted = delta[rows].double()
@@ -88,6 +100,11 @@ def delta_cosine(before: Tensor, after: Tensor, delta: Tensor) -> float:
         dot += float((kept * wanted).sum())
         kept_square += float(kept.square().sum())
         delta_square += float(wanted.square().sum())
+    return dot, kept_square, delta_square
+
+
+def cosine_of(dot: float, kept_square: float, delta_square: float) -> float:
+    """The cosine from its sums; see `delta_cosine`."""
     if kept_square == 0.0 or delta_square == 0.0:
         return 1.0 if kept_square == delta_square else 0.0
     return max(-1.0, min(1.0, dot / (kept_square**0.5 * delta_square**0.5)))

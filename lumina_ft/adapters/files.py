@@ -1,16 +1,14 @@
 """Adapter directories in PEFT's own format, read and written without PEFT.
 
-`adapter_config.json` and `adapter_model.safetensors`, whose keys are `base_model.model.<module>.lora_A.weight` [r, I],
-`….lora_B.weight` [O, r] and, for DoRA, `….lora_magnitude_vector` [O]; whole modules beside the adapter
-(`modules_to_save`) are stored under their own names. A directory written here also says which base it belongs to, in
-the metadata of the tensor file.
+Keys and shapes: see `layout`, and `expert_layout` for routed experts. A directory written here also says which base it
+belongs to, in the metadata of the tensor file.
 
-Shape legend: O outputs, I inputs, r rank.
+Shape legend: E experts, O outputs, I inputs, r rank.
 """
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lumina_ft.adapters.expert_layout import stack_a, stack_b, unstack_a, unstack_b, wrapper_names
 from lumina_ft.adapters.layout import (
     BASE_KEY,
     BASE_TENSORS_KEY,
@@ -27,13 +26,16 @@ from lumina_ft.adapters.layout import (
     FLOATS,
     PREFIX,
     WEIGHTS_FILE,
+    Keys,
     PairInfo,
     check_config,
+    check_experts,
     pair_info,
     read_base,
     read_config,
     sort_keys,
 )
+from lumina_ft.adapters.live import live_pair
 from lumina_ft.adapters.targets import short_names
 from lumina_ft.errors import CheckpointError
 from lumina_ft.models.groups import base_name as native_name
@@ -42,19 +44,20 @@ from lumina_ft.models.hf_keys import is_stacked_experts, split_key
 from lumina_ft.models.identity import BaseIdentity
 from lumina_ft.models.json_files import write_json
 from lumina_ft.models.tensor_files import ShardWriter, TensorSpec
-from lumina_ft.parallel.zero3 import full_shape, gathered
+from lumina_ft.parallel.zero3 import full_shape, whole
 
 if TYPE_CHECKING:
     from lumina_ft.adapters.lora import Adapter
 
-ADAPTER_NAME = "default"
-"""PEFT's name of the one adapter of a model; not part of keys in files."""
 _ONE_FILE = 1 << 62
 _CODEBOOK_HEAD = "multi_codebook_head"
 
 
 class LoraPair(NamedTuple):
-    """Tensors of one adapted layer: a [r, I], b [O, r], scale, and for DoRA magnitude [O]."""
+    """Tensors of one adapted layer: a [r, I], b [O, r], scale, and for DoRA magnitude [O].
+
+    Of routed experts: a [E, r, I], b [E, O, r], where single experts needn't be contiguous.
+    """
 
     a: Tensor
     b: Tensor
@@ -68,11 +71,11 @@ class LoraFile:
 
     Attributes:
         path: the directory.
-        targets: adapted layers by full module name, without the tensors.
+        targets: what is adapted, by name as in `targets.Target.module`, without the tensors.
         modules: parameters and buffers of `modules_to_save`, native name -> shape.
         modules_to_save: as listed in the configuration.
-        use_dora: every layer has a magnitude.
-        dropout: that it was trained with.
+        use_dora: every layer has a magnitude. use_rslora: scales are alpha / sqrt(r).
+        dropout: that it was trained with; 0 if experts are adapted, for which PEFT can't say it.
         base_name: `base_model_name_or_path`, if given.
         base: identity of the base, if the writer recorded it.
     """
@@ -82,18 +85,21 @@ class LoraFile:
     modules: Mapping[str, tuple[int, ...]]
     modules_to_save: tuple[str, ...]
     use_dora: bool
+    use_rslora: bool
     dropout: float
     base_name: str | None
     base: BaseIdentity | None
     _file: Any = field(repr=False)
-    _magnitudes: Mapping[str, str] = field(repr=False)
+    _keys: Mapping[str, Keys] = field(repr=False)
 
     def pair(self, module: str) -> LoraPair:
-        """Tensors of an adapted layer."""
-        a = self._file.get_tensor(f"{PREFIX}{module}.lora_A.weight")
-        b = self._file.get_tensor(f"{PREFIX}{module}.lora_B.weight")
-        magnitude = self._file.get_tensor(self._magnitudes[module]) if self.use_dora else None
-        return LoraPair(a, b, self.targets[module].scale, magnitude)
+        """Tensors of a target."""
+        keys, info = self._keys[module], self.targets[module]
+        a, b = self._file.get_tensor(keys.a), self._file.get_tensor(keys.b)
+        if info.num_experts:
+            a, b = unstack_a(a, info.num_experts), unstack_b(b, info.num_experts)
+        magnitude = None if keys.magnitude is None else self._file.get_tensor(keys.magnitude)
+        return LoraPair(a, b, info.scale, magnitude)
 
     def module_tensor(self, name: str) -> Tensor:
         """A whole parameter or buffer of `modules_to_save`, by native name."""
@@ -104,8 +110,8 @@ def read_adapter(directory: Path) -> LoraFile:
     """Read and check an adapter directory that PEFT or this package wrote.
 
     Raises:
-        CheckpointError: no adapter; not a LoRA, or a kind of it that isn't read here (adapters on parameters, biases,
-            embeddings, other variants); keys, shapes or ranks that don't agree.
+        CheckpointError: no adapter; not a LoRA, or a kind of it that isn't read here (biases, embeddings, parameters
+            other than routed experts, other variants); keys, shapes or ranks that don't agree.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -123,23 +129,23 @@ def read_adapter(directory: Path) -> LoraFile:
     for key, entry in entries.items():
         if entry.get_dtype() not in FLOATS:
             raise CheckpointError(f"{path} — {key}: {entry.get_dtype()} — adapter tensors are floats — export it again")
-    saved = tuple(config.get("modules_to_save") or ())
-    parts, modules = sort_keys(path, shapes, saved)
-    use_dora = bool(config.get("use_dora"))
-    targets = {module: pair_info(path, module, keys, shapes, config) for module, keys in parts.items()}
+    keys, modules = sort_keys(path, shapes, config)
+    targets = {module: pair_info(path, module, found, shapes, config) for module, found in keys.items()}
     if not targets:
         raise CheckpointError(f"{path} — holds no lora_A — must hold an adapter's tensors — export the adapter again")
+    check_experts(path, targets)
     return LoraFile(
         path=directory,
         targets=targets,
         modules=modules,
-        modules_to_save=saved,
-        use_dora=use_dora,
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        use_dora=bool(config.get("use_dora")),
+        use_rslora=bool(config.get("use_rslora")),
         dropout=float(config.get("lora_dropout") or 0.0),
         base_name=config.get("base_model_name_or_path"),
         base=read_base(path, metadata),
         _file=file,
-        _magnitudes={module: keys["magnitude"] for module, keys in parts.items() if "magnitude" in keys},
+        _keys=keys,
     )
 
 
@@ -175,11 +181,11 @@ def write_adapter(
     with ExitStack() as stack:
         writer = None
         for key, entry in stored.items():
-            with gathered([entry.live]):
+            with whole([entry.live]) as (value,):
                 try:
                     if folder is not None and failure is None:
                         writer = writer or stack.enter_context(_open_file(folder, stored, metadata))
-                        writer.write(key, entry.value())
+                        writer.write(key, entry.stored(value))
                 except OSError as error:
                     failure = error
         if failure is not None:
@@ -189,23 +195,31 @@ def write_adapter(
 
 
 class _Stored(NamedTuple):
-    """A tensor of the file: `live` in the model and, for PiSSA, what is appended to it along `dim`."""
+    """A tensor of the file.
+
+    Attributes:
+        live: in the model.
+        appended: for PiSSA, what follows it along `dim`.
+        stack: for routed experts, how [E, ...] becomes the matrix of the file.
+    """
 
     live: Tensor
     appended: Tensor | None = None
     dim: int = 0
+    stack: Callable[[Tensor], Tensor] | None = None
 
     def spec(self) -> TensorSpec:
-        shape = list(full_shape(self.live))
-        shape[self.dim] *= 1 if self.appended is None else 2
-        return TensorSpec(tuple(shape), self.live.dtype)
+        with torch.device("meta"):
+            whole_value = torch.empty(full_shape(self.live), dtype=self.live.dtype)
+            return TensorSpec(tuple(self.stored(whole_value).shape), self.live.dtype)
 
-    def value(self) -> Tensor:
-        """The whole tensor; `live` must be gathered."""
-        value = self.live.detach()
-        if self.appended is None:
-            return value
-        return torch.cat((value, self.appended.to(value.device, value.dtype)), dim=self.dim)
+    def stored(self, value: Tensor) -> Tensor:
+        """The tensor of the file. value: the whole one of `live`."""
+        if self.stack is not None:
+            return self.stack(value)
+        if self.appended is not None:
+            return torch.cat((value, self.appended.to(value.device, value.dtype)), dim=self.dim)
+        return value
 
 
 def _open_file(folder: Path, stored: Mapping[str, _Stored], metadata: Mapping[str, str]) -> ShardWriter:
@@ -215,16 +229,21 @@ def _open_file(folder: Path, stored: Mapping[str, _Stored], metadata: Mapping[st
 
 
 def _adapter_tensors(model: nn.Module, adapter: "Adapter") -> dict[str, _Stored]:
-    """Keys and tensors of the adapted layers. PiSSA appends what the residual base lacks: A0 to A, -B0 to B."""
+    """Keys and tensors of what is adapted. PiSSA appends what the residual base lacks: A0 to A, -B0 to B."""
     found: dict[str, _Stored] = {}
+    experts = wrapper_names(target.module for target in adapter.targets if target.num_experts)
     for target in adapter.targets:
-        layer: Any = model.get_submodule(target.module)
+        live = live_pair(model, target)
+        key = f"{PREFIX}{experts.get(target.module, target.module)}"
+        if target.num_experts:
+            found[f"{key}.lora_A.weight"] = _Stored(live.a, stack=stack_a)
+            found[f"{key}.lora_B.weight"] = _Stored(live.b, stack=stack_b)
+            continue
         a0, b0 = adapter.start.get(target.module, (None, None))
-        key = f"{PREFIX}{target.module}"
-        found[f"{key}.lora_A.weight"] = _Stored(layer.lora_A[ADAPTER_NAME].weight, a0)
-        found[f"{key}.lora_B.weight"] = _Stored(layer.lora_B[ADAPTER_NAME].weight, None if b0 is None else -b0, dim=1)
-        if target.use_dora:
-            found[f"{key}.lora_magnitude_vector"] = _Stored(layer.lora_magnitude_vector[ADAPTER_NAME].weight)
+        found[f"{key}.lora_A.weight"] = _Stored(live.a, a0)
+        found[f"{key}.lora_B.weight"] = _Stored(live.b, None if b0 is None else -b0, dim=1)
+        if live.magnitude is not None:
+            found[f"{key}.lora_magnitude_vector"] = _Stored(live.magnitude)
     return found
 
 
@@ -257,10 +276,12 @@ def _config_json(model: nn.Module, adapter: "Adapter", base_name: str, saved: li
         alphas[target.module] = target.scale * 2 * target.rank if doubled else target.alpha
     modules = [native_name(f"{name}.").rstrip(".") for name, _ in model.named_modules()]
     # In the split layout of the same model every expert has layers, which a short name must not select there.
-    split = [split_key(name, 0) for name, _ in model.named_parameters() if is_stacked_experts(name)]
-    modules += [name.removesuffix(".weight") for name in split]
-    rank, rank_pattern = _with_exceptions(ranks)
-    alpha, alpha_pattern = _with_exceptions({name: int(v) if v.is_integer() else v for name, v in alphas.items()})
+    stacked = [name for name, _ in model.named_parameters() if is_stacked_experts(name)]
+    modules += [split_key(name, 0).removesuffix(".weight") for name in stacked]
+    experts = [target.module for target in adapter.targets if target.num_experts]
+    layers = [name for name in ranks if name not in experts]
+    rank, rank_pattern = _with_exceptions(ranks, experts)
+    alpha, alpha_pattern = _with_exceptions({n: int(v) if v.is_integer() else v for n, v in alphas.items()}, experts)
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -272,8 +293,11 @@ def _config_json(model: nn.Module, adapter: "Adapter", base_name: str, saved: li
         "alpha_pattern": alpha_pattern,
         "use_rslora": adapter.use_rslora and not adapter.start,
         "use_dora": any(target.use_dora for target in adapter.targets),
-        "lora_dropout": adapter.dropout,
-        "target_modules": short_names(ranks, modules),
+        # PEFT merges experts' pairs into the weights in every pass and refuses a dropout there, even when loading.
+        "lora_dropout": 0.0 if experts else adapter.dropout,
+        "target_modules": short_names(layers, modules),
+        # Modules count too, so that the entry doesn't read like the name of a linear layer.
+        "target_parameters": short_names(experts, [*stacked, *modules]) or None,
         "modules_to_save": saved or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -281,9 +305,12 @@ def _config_json(model: nn.Module, adapter: "Adapter", base_name: str, saved: li
     }
 
 
-def _with_exceptions(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The commonest value, and a pattern for the layers that have another."""
-    (common, _), *_ = Counter(values.values()).most_common(1)
+def _with_exceptions(values: Mapping[str, Any], experts: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """The commonest value, and a pattern for the targets that have another.
+
+    Where there are experts theirs is the common one: PEFT takes patterns for parameters, but warns that it doesn't.
+    """
+    (common, _), *_ = Counter(values[name] for name in experts or values).most_common(1)
     pattern: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
         if value != common:

@@ -1,16 +1,17 @@
-"""LoRA, rsLoRA, DoRA and PiSSA on linear layers: PEFT's layers, put into a model in place.
+"""LoRA, rsLoRA, DoRA and PiSSA on linear layers and LoRA on routed experts, put into a model in place.
 
-The model keeps its class and its own code; an adapted layer's weight is then called `<layer>.base_layer.weight`, the
-adapter's `<layer>.lora_A.default.weight` [r, I], `lora_B` [O, r] and, for DoRA, `lora_magnitude_vector` [O]. PEFT's
-initialisation is replaced: values here depend on (seed, layer) alone, and weights that ZeRO-3 has partitioned are
+Linear layers become PEFT's layers: the model keeps its class and its own code; an adapted layer's weight is then called
+`<layer>.base_layer.weight`, the adapter's `<layer>.lora_A.default.weight` [r, I], `lora_B` [O, r] and, for DoRA,
+`lora_magnitude_vector` [O]. Routed experts compute their adapters themselves (PEFT's way merges all of them into a copy
+of the weights in every pass): `<parameter>_lora_A` [E, r, I] and `<parameter>_lora_B` [E, O, r], spread over ranks as
+the experts are. Values here depend on (seed, target) alone, not on ranks, and weights that ZeRO-3 has partitioned are
 gathered.
 
-Shape legend: O outputs, I inputs, r rank.
+Shape legend: E experts, O outputs, I inputs, r rank.
 """
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lumina_ft.adapters.delta import delta_cosine, lora_delta, merge_weight, round_to
-from lumina_ft.adapters.files import ADAPTER_NAME, LoraFile, read_adapter
-from lumina_ft.adapters.targets import Target, plan_targets, short_names
+from lumina_ft.adapters.delta import change_sums, cosine_of, delta_cosine, lora_delta, merge_weight
+from lumina_ft.adapters.files import LoraFile, read_adapter
+from lumina_ft.adapters.initial import initialise, subtract_start
+from lumina_ft.adapters.live import ADAPTER_NAME, live_pair
+from lumina_ft.adapters.targets import Target, adaptable, plan_targets, short_names
 from lumina_ft.config.groups import ADAPTER_MODULE_GROUPS
 from lumina_ft.config.lora_schema import LoraConfig
-from lumina_ft.errors import CheckpointError, ConfigError, nearest
+from lumina_ft.errors import CheckpointError, nearest
+from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.groups import base_name, group_of, is_adapter_name
-from lumina_ft.parallel.zero3 import full_shape, gathered, is_partitioned, reads_also, write_tensor
+from lumina_ft.parallel.expert_parallel import gather_experts, sharing_of
+from lumina_ft.parallel.zero3 import full_shape, gathered, is_partitioned, reads_also, whole, write_tensor
 
 _SCALE_TOLERANCE = 1e-12
 
@@ -35,7 +40,7 @@ class Adapter:
     """An adapter that is attached to a model.
 
     Attributes:
-        targets: adapted layers, in the model's order.
+        targets: what is adapted, in the model's order.
         dropout: that it is trained with.
         use_rslora: scales are alpha / sqrt(r).
         start: PiSSA: layer -> (A0 [r, I], B0 [O, r]) on the CPU; the model's base weight is W - scale B0 A0. Empty
@@ -52,12 +57,12 @@ class Adapter:
 
         It holds whole modules, and none that is adapted: PEFT would put no adapter on such a module.
         """
-        adapted = {group_of(f"{target.module}.weight") for target in self.targets}
+        adapted = {group_of(target.weight) for target in self.targets}
         return all(group in ADAPTER_MODULE_GROUPS and group not in adapted for group in changed)
 
 
 class MergedWeight(NamedTuple):
-    """weight: [O, I] whole, in the base's dtype. cosine: how much of the update survived rounding, see `delta`."""
+    """weight: [O, I] or [E, O, I], whole, in the base's dtype. cosine: how much of the update survived rounding."""
 
     weight: Tensor
     cosine: float
@@ -97,7 +102,7 @@ def attach_adapter(
         return adapter
     dtype = dtype or next(model.parameters()).dtype
     if source is None:
-        start = _initialise(model, targets, cfg, seed=seed, dtype=dtype, on_layer=on_layer)
+        start = initialise(model, targets, cfg, seed=seed, dtype=dtype, on_layer=on_layer)
     else:
         file = read_adapter(source)
         load_modules(model, file)
@@ -112,24 +117,30 @@ def load_adapter(model: nn.Module, directory: Path) -> Adapter:
         CheckpointError: see `read_adapter`; or it adapts layers, or holds modules, that the model doesn't have.
     """
     file = read_adapter(directory)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    sites = adaptable(model)
     targets: list[Target] = []
     for name, info in file.targets.items():
-        layer = linears.get(name)
-        if layer is None or (layer.in_features, layer.out_features) != (info.in_features, info.out_features):
-            found = "absent" if layer is None else f"{layer.in_features} x {layer.out_features}"
+        sizes = (info.in_features, info.out_features, info.num_experts)
+        if sites.get(name) != sizes:
+            found = sites.get(name)
             raise CheckpointError(
-                f"{file.path} — {name}: {info.in_features} x {info.out_features} in the adapter, {found} in the model"
-                f"{nearest(name, linears) if layer is None else ''} — the adapter is of another model — "
+                f"{file.path} — {name}: {_size(*sizes)} in the adapter, {_size(*found) if found else 'absent'} in the "
+                f"model{nearest(name, sites) if found is None else ''} — the adapter is of another model — "
                 "give it the base that it was trained on"
             )
-        sizes = (info.in_features, info.out_features, info.rank)
-        targets.append(Target(name, name, *sizes, info.alpha, info.scale, file.use_dora))
+        pair = (info.rank, info.alpha, info.scale)
+        targets.append(Target(name, name, *sizes[:2], *pair, file.use_dora, info.num_experts))
+    places = {name: place for place, name in enumerate(sites)}
+    targets.sort(key=lambda target: places[target.module])
     _inject(model, tuple(targets), dropout=file.dropout)
     load_modules(model, file)
     for target in targets:
         _write_pair(model, target, file)
-    return Adapter(tuple(targets), file.dropout, use_rslora=False)
+    return Adapter(tuple(targets), file.dropout, file.use_rslora)
+
+
+def _size(in_features: int, out_features: int, num_experts: int) -> str:
+    return f"{num_experts} experts of " * bool(num_experts) + f"{in_features} x {out_features}"
 
 
 def load_modules(model: nn.Module, file: LoraFile) -> None:
@@ -150,19 +161,30 @@ def load_modules(model: nn.Module, file: LoraFile) -> None:
 
 
 def merged_weight(model: nn.Module, target: Target) -> MergedWeight:
-    """W + scale B A of one layer (DoRA: rescaled), whole, computed in float64 and rounded once. Collective."""
-    layer: Any = model.get_submodule(target.module)
-    parts = [layer.base_layer.weight, layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight]
-    if target.use_dora:
-        parts.append(layer.lora_magnitude_vector[ADAPTER_NAME].weight)
-    with torch.no_grad(), gathered(parts):
-        weight, a, b, *rest = (part.detach() for part in parts)
-        magnitude = rest[0] if rest else None
+    """W + scale B A of one target (DoRA: rescaled), whole, computed in float64 and rounded once. Collective."""
+    weight, a, b, magnitude = live_pair(model, target)
+    with torch.no_grad(), gathered([weight, a, b, *([] if magnitude is None else [magnitude])]):
+        if target.num_experts:
+            return _merged_experts(weight, a, b, target.scale)
+        weight, a, b = weight.detach(), a.detach(), b.detach()
         delta = lora_delta(a, b, target.scale)
         merged = merge_weight(weight, [delta], magnitude=magnitude)
         if magnitude is not None:
             delta = merge_weight(weight, [delta], magnitude=magnitude, dtype=torch.float64) - weight.double()
         return MergedWeight(merged, delta_cosine(weight, merged, delta))
+
+
+def _merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> MergedWeight:
+    """Each rank merges its own experts, one by one; all get the whole result. Arguments are of this rank's experts."""
+    merged, sums = torch.empty_like(weight), torch.zeros(1, 3, dtype=torch.float64, device=weight.device)
+    for expert in range(weight.shape[0]):
+        delta = lora_delta(a[expert], b[expert], scale)
+        merged[expert] = merge_weight(weight[expert], [delta])
+        sums += torch.tensor(change_sums(weight[expert], merged[expert], delta), dtype=sums.dtype, device=sums.device)
+    experts = sharing_of(weight)
+    if experts is not None:
+        merged, sums = gather_experts(merged, experts), gather_experts(sums, experts)
+    return MergedWeight(merged, cosine_of(*sums.sum(0).tolist()))
 
 
 def merged_tensors(model: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Tensor, float | None]]:
@@ -171,7 +193,7 @@ def merged_tensors(model: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Te
     Yields:
         (native name, tensor, see `MergedWeight.cosine`, None for tensors without an adapter).
     """
-    targets = {f"{target.module}.weight": target for target in adapter.targets}
+    targets = {target.weight: target for target in adapter.targets}
     for name, tensor in model.state_dict(keep_vars=True).items():
         native = base_name(name)
         if is_adapter_name(name):
@@ -180,12 +202,27 @@ def merged_tensors(model: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Te
             merged = merged_weight(model, targets[native])
             yield native, merged.weight, merged.cosine
         else:
-            with gathered([tensor]):
-                yield native, tensor.detach(), None
+            with whole([tensor]) as (value,):
+                yield native, value, None
 
 
 def _inject(model: nn.Module, targets: tuple[Target, ...], *, dropout: float) -> None:
-    """Put PEFT's layers in place; their values are arbitrary afterwards."""
+    """Put the adapter's parameters in place; their values are arbitrary afterwards. The base is frozen."""
+    layers = [target for target in targets if not target.num_experts]
+    if layers:
+        _inject_layers(model, layers, dropout=dropout)
+    for target in targets:
+        if target.num_experts:
+            block, _, projection = target.module.rpartition(".")
+            experts = model.get_submodule(block)
+            assert isinstance(experts, PackedExperts)
+            experts.add_lora(projection, rank=target.rank, scale=target.scale, dropout=dropout)
+    for name, param in model.named_parameters():
+        param.requires_grad_(is_adapter_name(name))
+
+
+def _inject_layers(model: nn.Module, targets: Sequence[Target], *, dropout: float) -> None:
+    """Put PEFT's layers in place."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -219,94 +256,6 @@ def _inject(model: nn.Module, targets: tuple[Target, ...], *, dropout: float) ->
         layer.scaling[ADAPTER_NAME] = by_name[name].scale
 
 
-def _initialise(
-    model: nn.Module,
-    targets: tuple[Target, ...],
-    cfg: LoraConfig,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    on_layer: Callable[[], object] | None,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Initial values of a new adapter; returns `Adapter.start`."""
-    start: dict[str, tuple[Tensor, Tensor]] = {}
-    for target in targets:
-        layer: Any = model.get_submodule(target.module)
-        # One 32-bit hash of both: torch's CPU generator ignores the higher bits of a seed.
-        own_seed = zlib.crc32(f"{seed} lora {target.module}".encode())
-        if cfg.init.startswith("pissa"):
-            with torch.no_grad(), gathered([layer.base_layer.weight]):
-                weight = layer.base_layer.weight.detach().to(dtype)
-                a, b = _principal_pair(weight, target, cfg.init, own_seed)
-            start[target.module] = (a.cpu(), b.cpu())
-            _subtract_start(layer, target, start[target.module], dtype)
-        else:
-            generator = torch.Generator().manual_seed(own_seed)
-            shape = (target.rank, target.in_features)
-            if cfg.init == "gaussian":
-                a = torch.randn(shape, generator=generator) / target.rank
-            else:
-                # Kaiming-uniform with a = sqrt(5), as nn.Linear and PEFT begin.
-                a = (2 * torch.rand(shape, generator=generator) - 1) / target.in_features**0.5
-            b = torch.zeros(target.out_features, target.rank)
-        write_tensor(layer.lora_A[ADAPTER_NAME].weight, a)
-        write_tensor(layer.lora_B[ADAPTER_NAME].weight, b)
-        if target.use_dora:
-            _measure_rows(layer, target, dtype)
-        if on_layer is not None:
-            on_layer()
-    return start
-
-
-def _measure_rows(layer: Any, target: Target, dtype: torch.dtype) -> None:
-    """Initial magnitudes: the norm of each row of W + scale B A, as PEFT's forward computes it.
-
-    Raises:
-        ConfigError: a row of zeros, which has no direction: DoRA would divide 0 by 0.
-    """
-    magnitude = layer.lora_magnitude_vector[ADAPTER_NAME]
-    with torch.no_grad(), gathered([layer.base_layer.weight]):
-        update = layer.lora_B[ADAPTER_NAME].weight.to(dtype) @ layer.lora_A[ADAPTER_NAME].weight.to(dtype)
-        weight = layer.base_layer.weight.detach().to(dtype)
-        norms = magnitude.get_weight_norm(weight, update, target.scale)
-    if not bool(norms.all()):
-        raise ConfigError(
-            f"lora.use_dora — {target.module} — has rows of zeros, whose direction DoRA can't train (fresh modulation "
-            "layers of the codebook head start so) — take it out of lora.targets, or set use_dora: false"
-        )
-    write_tensor(magnitude.weight, norms)
-
-
-def _principal_pair(weight: Tensor, target: Target, init: str, seed: int) -> tuple[Tensor, Tensor]:
-    """PiSSA (arXiv:2404.02948): A0 = sqrt(S / scale) V^T, B0 = U sqrt(S / scale) of the r largest singular values.
-
-    Then scale B0 A0 is the best approximation of W that has rank r. Decompositions may differ in their last bits
-    between machines. Rank 0's count: the engine gives every rank its adapter and base, and it writes the adapter.
-
-    Args:
-        weight: [O, I] in the dtype of the forward pass, which A0 and B0 get too.
-    """
-    if init == "pissa":
-        u, s, vh = torch.linalg.svd(weight.float(), full_matrices=False)
-    else:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            u, s, v = torch.svd_lowrank(weight.float(), target.rank, niter=int(init.rpartition("_")[2]))
-        vh = v.T
-    root = (s[: target.rank] / target.scale).sqrt()
-    return (root.unsqueeze(1) * vh[: target.rank]).to(weight.dtype), (u[:, : target.rank] * root).to(weight.dtype)
-
-
-def _subtract_start(layer: Any, target: Target, start: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
-    """Make the base weight the residual W - scale B0 A0, rounded once from float64: the same bits every time."""
-    weight = layer.base_layer.weight
-    with torch.no_grad(), gathered([weight]):
-        whole = weight.detach().to(dtype).double()
-        a0, b0 = (tensor.to(whole.device) for tensor in start)
-        residual = round_to(whole - lora_delta(a0, b0, target.scale), dtype)
-    write_tensor(weight, residual)
-
-
 def _continue(
     model: nn.Module, targets: tuple[Target, ...], cfg: LoraConfig, file: LoraFile, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -317,10 +266,9 @@ def _continue(
         if file.targets[target.module].rank == target.rank:
             _write_pair(model, target, file)
             continue
-        layer: Any = model.get_submodule(target.module)
         pair, rank = file.pair(target.module), target.rank
         start[target.module] = (pair.a[rank:].to(dtype).clone(), -pair.b[:, rank:].to(dtype))
-        _subtract_start(layer, target, start[target.module], dtype)
+        subtract_start(live_pair(model, target).weight, target, start[target.module], dtype)
         _write_pair(model, target, file)
     return start
 
@@ -345,6 +293,9 @@ def _check_same(targets: tuple[Target, ...], cfg: LoraConfig, file: LoraFile) ->
     doubled = pissa and all(file.targets[target.module].rank == 2 * target.rank for target in targets)
     for target in targets:
         info = file.targets[target.module]
+        sizes = [(x.in_features, x.out_features, x.num_experts) for x in (info, target)]
+        if sizes[0] != sizes[1]:
+            raise differ(target.module, _size(*sizes[0]), _size(*sizes[1]))
         rank = info.rank // 2 if doubled else info.rank
         if rank != target.rank:
             raise differ(f"{target.module}: rank", rank, target.rank)
@@ -353,10 +304,9 @@ def _check_same(targets: tuple[Target, ...], cfg: LoraConfig, file: LoraFile) ->
 
 
 def _write_pair(model: nn.Module, target: Target, file: LoraFile) -> None:
-    """Fill one layer's adapter from a file; of a PiSSA pair, the trained half."""
-    layer: Any = model.get_submodule(target.module)
-    pair = file.pair(target.module)
-    write_tensor(layer.lora_A[ADAPTER_NAME].weight, pair.a[: target.rank])
-    write_tensor(layer.lora_B[ADAPTER_NAME].weight, pair.b[:, : target.rank])
-    if pair.magnitude is not None:
-        write_tensor(layer.lora_magnitude_vector[ADAPTER_NAME].weight, pair.magnitude)
+    """Fill one target's adapter from a file; of a PiSSA pair, the trained half."""
+    live, pair = live_pair(model, target), file.pair(target.module)
+    write_tensor(live.a, pair.a[..., : target.rank, :])
+    write_tensor(live.b, pair.b[..., : target.rank])
+    if live.magnitude is not None and pair.magnitude is not None:
+        write_tensor(live.magnitude, pair.magnitude)

@@ -1,22 +1,19 @@
 """Proof that a merged model directory is what it should be: read again from disk, computed again by other code.
 
-Nothing here comes from `delta.py` or `combine.py`: adapters are parsed and scaled, sums formed and rounded on their
-own, in numpy.
+Nothing here comes from `delta.py` or `combine.py`: adapters are parsed and scaled (`raw_adapter`), sums formed and
+rounded on their own, in numpy. Stacked experts are proved one by one.
 
-Shape legend: O outputs, I inputs, r rank.
+Shape legend: E experts, O outputs, I inputs, r rank.
 """
 
-import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from lumina_ft.adapters.float_bits import (
@@ -29,12 +26,13 @@ from lumina_ft.adapters.float_bits import (
     values_of,
     values_of_bits,
 )
+from lumina_ft.adapters.raw_adapter import Factors, RawAdapter
 from lumina_ft.errors import CheckpointError, RunError
 from lumina_ft.models.hf_keys import CHANNEL_MASK
 from lumina_ft.models.native import NativeReader, for_each_tensor
 
 LOW_COSINE = 0.99
-"""Below this a tensor's update lost a noticeable part of its direction to rounding."""
+"""Below this a matrix's update lost a noticeable part of its direction to rounding."""
 
 _UNIT = 2.0**-53
 """Relative error of one float64 operation."""
@@ -43,7 +41,31 @@ _BUFFER = ".mlp.gate.expert_bias"
 """Suffix of buffers, which keep their dtype."""
 
 _LISTED = 5
-_PART = re.compile(r"base_model\.model\.(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
+
+
+@dataclass(frozen=True)
+class ExpertCheck:
+    """What was found in an adapted tensor of stacked experts [E, O, I].
+
+    Attributes:
+        trained: experts whose update isn't zero. untrained: the others; no token may have reached them.
+        low: trained ones whose update has a cosine under `LOW_COSINE`.
+        lowest: expert with the lowest cosine among the trained ones; lowest_cosine: 1 if there is none.
+    """
+
+    trained: int
+    untrained: int
+    low: int
+    lowest: int
+    lowest_cosine: float
+
+    @classmethod
+    def of(cls, experts: "Sequence[_Sums]") -> "ExpertCheck":
+        """Count over the experts of a tensor, in their order."""
+        cosines = {i: sums.cosine for i, sums in enumerate(experts) if sums.wanted_square > 0.0}
+        lowest = min(cosines, key=lambda expert: cosines[expert], default=0)
+        low = sum(cosine < LOW_COSINE for cosine in cosines.values())
+        return cls(len(cosines), len(experts) - len(cosines), low, lowest, cosines.get(lowest, 1.0))
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,7 @@ class MergeCheck:
         adapted: with a low-rank update. replaced: taken whole from an adapter. copied: bitwise those of the base.
         boundary_values: values so close to the middle between two floats that the error of float64 leaves both right.
         cosines: adapted tensor -> cosine between its update in the file and in float64, lowest first.
+        experts: adapted tensor of stacked experts -> what was found expert by expert.
         warnings: for the user.
     """
 
@@ -64,6 +87,7 @@ class MergeCheck:
     copied: int
     boundary_values: int
     cosines: dict[str, float]
+    experts: dict[str, ExpertCheck] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property
@@ -78,6 +102,7 @@ class _Found(NamedTuple):
     kind: str
     cosine: float = 1.0
     boundary_values: int = 0
+    experts: ExpertCheck | None = None
 
 
 def verify_merge(
@@ -100,7 +125,7 @@ def verify_merge(
         CheckpointError: an adapted tensor equals the base's; a value is infinite or NaN.
         RunError: a tensor is missing, misshapen, or isn't bitwise what it should be.
     """
-    raw = [_RawAdapter(Path(directory), weight) for directory, weight in adapters]
+    raw = [RawAdapter(Path(directory), weight) for directory, weight in adapters]
     with NativeReader(base) as before, NativeReader(merged) as after:
         _check_names(before, after)
 
@@ -116,6 +141,7 @@ def verify_merge(
         raise _wrong(lost[0], "is in the adapter and not in the merged model")
     cosines = {name: value.cosine for name, value in found.items() if value.kind == "adapted"}
     cosines = dict(sorted(cosines.items(), key=lambda item: item[1]))
+    experts = {name: value.experts for name, value in found.items() if value.experts is not None}
     kinds = [value.kind for value in found.values()]
     return MergeCheck(
         tensors=len(found),
@@ -124,7 +150,8 @@ def verify_merge(
         copied=kinds.count("copied"),
         boundary_values=sum(value.boundary_values for value in found.values()),
         cosines=cosines,
-        warnings=_cosine_warnings(cosines, {name: after.tensors[name].spec.dtype for name in cosines}),
+        experts=experts,
+        warnings=_cosine_warnings(cosines, experts, {name: after.tensors[name].spec.dtype for name in cosines}),
     )
 
 
@@ -144,7 +171,7 @@ def _is_causal(after: NativeReader) -> bool:
 
 
 def _check_tensor(
-    name: str, before: NativeReader, after: NativeReader, adapters: Sequence["_RawAdapter"], dtype: torch.dtype | None
+    name: str, before: NativeReader, after: NativeReader, adapters: Sequence[RawAdapter], dtype: torch.dtype | None
 ) -> _Found:
     """Everything about one tensor; see `verify_merge`."""
     old, new = before.tensors[name].spec, after.tensors[name].spec
@@ -153,26 +180,44 @@ def _check_tensor(
     wanted_dtype = old.dtype if dtype is None or name == CHANNEL_MASK or name.endswith(_BUFFER) else dtype
     if new.dtype != wanted_dtype:
         raise _wrong(name, f"is {new.dtype}, not {wanted_dtype}")
+    adapting = [adapter for adapter in adapters if adapter.adapts(name)]
+    if adapting:
+        return _check_adapted(name, before, after, adapting)
     whole = [adapter for adapter in adapters if name in adapter.whole]
-    factors = [part for adapter in adapters for part in adapter.factors(name)]
-    expected = None if not factors else _Expected.of(factors)
-    sums = _Sums()
-    for rows, w in before.pieces(name):
-        got = after.rows(name, rows)
-        if name != CHANNEL_MASK and not all_finite(got):
-            raise _not_finite(name, all_finite(w))
-        if expected is not None:
-            sums.add(_check_rows(name, rows, w, got, expected))
-            continue
+    for rows, w, got in _pieces(name, before, after):
         source = whole[0].whole_tensor(name)[rows] if whole else w
         wanted = converted_bits(source.contiguous(), got.dtype)
         if not np.array_equal(wanted, bits_of(got)):
             raise _differs(name, rows, bits_of(got), wanted, got.dtype, "the adapter's" if whole else "the base's")
-    if expected is None:
-        return _Found("replaced" if whole else "copied")
+    return _Found("replaced" if whole else "copied")
+
+
+def _pieces(name: str, before: NativeReader, after: NativeReader) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of a tensor in the base and in the merged model, whose values must be finite."""
+    for rows, w in before.pieces(name):
+        got = after.rows(name, rows)
+        if name != CHANNEL_MASK and not all_finite(got):
+            raise _not_finite(name, all_finite(w))
+        yield rows, w, got
+
+
+def _check_adapted(name: str, before: NativeReader, after: NativeReader, adapters: Sequence[RawAdapter]) -> _Found:
+    """Compare a tensor with base and updates: a matrix in pieces of its rows, stacked experts one at a time."""
+    spec = after.tensors[name].spec
+    stacked = len(spec.shape) == 3
+    expected = None if stacked else _Expected.of([adapter.factors(name) for adapter in adapters])
+    parts: list[_Sums] = []
+    for rows, w, got in _pieces(name, before, after):
+        if expected is not None:
+            parts.append(_check_rows(name, rows, w, got, expected))
+            continue
+        expert = rows.start
+        own = _Expected.of([adapter.expert_factors(name, expert, spec.shape[0]) for adapter in adapters])
+        parts.append(_check_rows(f"{name}, expert {expert},", slice(0, spec.shape[1]), w[0], got[0], own))
+    sums = _Sums.of(parts)
     if sums.kept_square == 0.0:
-        raise _identical(name, sums.wanted_square == 0.0, new.dtype)
-    return _Found("adapted", sums.cosine, sums.boundary_values)
+        raise _identical(name, sums.wanted_square == 0.0, spec.dtype)
+    return _Found("adapted", sums.cosine, sums.boundary_values, ExpertCheck.of(parts) if stacked else None)
 
 
 def _check_rows(name: str, rows: slice, w: Tensor, got: Tensor, expected: "_Expected") -> "_Sums":
@@ -200,20 +245,24 @@ def _check_rows(name: str, rows: slice, w: Tensor, got: Tensor, expected: "_Expe
     return _Sums(float(np.vdot(kept, update)), float(np.vdot(kept, kept)), float(np.vdot(update, update)), boundary)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sums:
-    """Over the pieces of a tensor: products of the kept and the wanted update."""
+    """Over some rows of a tensor: products of the kept and the wanted update."""
 
-    dot: float = 0.0
-    kept_square: float = 0.0
-    wanted_square: float = 0.0
-    boundary_values: int = 0
+    dot: float
+    kept_square: float
+    wanted_square: float
+    boundary_values: int
 
-    def add(self, other: "_Sums") -> None:
-        self.dot += other.dot
-        self.kept_square += other.kept_square
-        self.wanted_square += other.wanted_square
-        self.boundary_values += other.boundary_values
+    @classmethod
+    def of(cls, parts: "Sequence[_Sums]") -> "_Sums":
+        """Over all rows of these."""
+        return cls(
+            sum(part.dot for part in parts),
+            sum(part.kept_square for part in parts),
+            sum(part.wanted_square for part in parts),
+            sum(part.boundary_values for part in parts),
+        )
 
     @property
     def cosine(self) -> float:
@@ -221,24 +270,16 @@ class _Sums:
         return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, self.dot / lengths))
 
 
-class _Factors(NamedTuple):
-    """One adapter's part of a tensor: sb [O, r] is weight * scale * B, a [r, I], magnitude [O] for DoRA."""
-
-    sb: Doubles
-    a: Doubles
-    magnitude: Doubles | None
-
-
 @dataclass(frozen=True)
 class _Expected:
-    """The value of an adapted tensor, and how far a float64 evaluation of it can be off."""
+    """The value of an adapted matrix, and how far a float64 evaluation of it can be off."""
 
     sb: Doubles
     a: Doubles
     magnitude: Doubles | None
 
     @classmethod
-    def of(cls, factors: Sequence[_Factors]) -> "_Expected":
+    def of(cls, factors: Sequence[Factors]) -> "_Expected":
         """Several adapters are one of the sum of their ranks."""
         sb = np.concatenate([part.sb for part in factors], axis=1)
         return cls(sb, np.concatenate([part.a for part in factors], axis=0), factors[0].magnitude)
@@ -263,61 +304,25 @@ class _Expected:
         return scale * (bound + np.abs(total) * (np.linalg.norm(bound, axis=1)[:, None] / norm + (inputs + 8) * _UNIT))
 
 
-@dataclass
-class _RawAdapter:
-    """An adapter directory, read without `files.py`."""
-
-    directory: Path
-    weight: float
-    whole: dict[str, str] = field(default_factory=dict)
-    _parts: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._config = json.loads((self.directory / "adapter_config.json").read_text(encoding="utf-8"))
-        self._file = safe_open(self.directory / "adapter_model.safetensors", framework="pt")
-        for key in self._file.keys():
-            match = _PART.fullmatch(key)
-            if match:
-                self._parts[f"{match[1]}.weight", match[2]] = key
-            elif not key.endswith(CHANNEL_MASK):
-                # The mask is constant: the output's is compared with the base's, or must be causal.
-                self.whole[key.removeprefix("base_model.model.")] = key
-
-    @property
-    def names(self) -> set[str]:
-        """Native names of every tensor that the adapter changes."""
-        return {name for name, _ in self._parts} | set(self.whole)
-
-    def whole_tensor(self, name: str) -> Tensor:
-        """Tensor of `modules_to_save`."""
-        return self._file.get_tensor(self.whole[name])
-
-    def factors(self, name: str) -> list[_Factors]:
-        """This adapter's part of a tensor: one or none."""
-        if (name, "A") not in self._parts:
-            return []
-        a, b = (values_of(self._file.get_tensor(self._parts[name, part])) for part in "AB")
-        key = self._parts.get((name, "magnitude_vector"))
-        magnitude = None if key is None else values_of(self._file.get_tensor(key)).reshape(-1)
-        return [_Factors(b * (self.weight * self._scale(name.removesuffix(".weight"), a.shape[0])), a, magnitude)]
-
-    def _scale(self, module: str, rank: int) -> float:
-        alphas = self._config.get("alpha_pattern") or {}
-        own = [value for key, value in alphas.items() if re.fullmatch(rf"(.*\.)?({key})", module)]
-        alpha = own[0] if own else self._config["lora_alpha"]
-        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-
-
-def _cosine_warnings(cosines: dict[str, float], dtypes: dict[str, torch.dtype]) -> tuple[str, ...]:
-    low = [name for name, value in cosines.items() if value < LOW_COSINE]
+def _cosine_warnings(
+    cosines: Mapping[str, float], experts: Mapping[str, ExpertCheck], dtypes: Mapping[str, torch.dtype]
+) -> tuple[str, ...]:
+    """About matrices (of experts: single ones) whose update was damaged."""
+    low = {name: (name, value, 1) for name, value in cosines.items() if name not in experts and value < LOW_COSINE}
+    for name, check in experts.items():
+        if check.low:
+            low[name] = (f"{name} expert {check.lowest}", check.lowest_cosine, check.low)
     if not low:
         return ()
-    worst = ", ".join(f"{name} {cosines[name]:.4f}" for name in low[:_LISTED])
-    advice = "" if dtypes[low[0]] == torch.float32 else "; --dtype float32 keeps it"
+    order = sorted(low, key=lambda name: low[name][1])
+    worst = ", ".join("{} {:.4f}".format(*low[name][:2]) for name in order[:_LISTED])
+    dtype = dtypes[order[0]]
+    matrices = len(cosines) - len(experts) + sum(check.trained for check in experts.values())
     return (
-        f"{len(low)} of {len(cosines)} adapted tensors have a delta cosine under {LOW_COSINE} (worst: {worst}): the "
-        f"update is small beside the rounding of {str(dtypes[low[0]]).removeprefix('torch.')} weights, and part of it "
-        f"is lost{advice}",
+        f"{sum(count for *_, count in low.values())} of {matrices} adapted matrices have a delta cosine under "
+        f"{LOW_COSINE} (worst: {worst}): the update is small beside the rounding of "
+        f"{str(dtype).removeprefix('torch.')} weights, and part of it is lost"
+        f"{'' if dtype == torch.float32 else '; --dtype float32 keeps it'}",
     )
 
 

@@ -19,6 +19,9 @@ QKV = "model.layers.1.attention.query_key_value"
 SHARED = "model.layers.1.mlp.shared_experts.down_proj"
 HEAD = "lm_img_head.0"
 TARGETS = (DENSE, QKV, SHARED)
+EXPERTS = "model.layers.1.mlp.experts"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+NUM_EXPERTS = 4
 BIAS = "model.layers.1.mlp.gate.expert_bias"
 
 
@@ -60,8 +63,14 @@ def write_adapter(
     rslora: bool = False,
     whole: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
+    experts: Sequence[str] = (),
 ) -> Path:
-    """A plain PEFT directory. base: its hashes are stored; None: as other tools write it."""
+    """A plain PEFT directory.
+
+    Args:
+        base: its hashes are stored; None: as other tools write it.
+        experts: projections of layer 1's routed experts that are adapted too.
+    """
     state, draw = tiny_model().state_dict(), torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for module in targets:
@@ -72,6 +81,7 @@ def write_adapter(
         if dora:
             norms = weight.norm(dim=1) * (1 + 0.1 * torch.rand(weight.shape[0], generator=draw))
             tensors[f"{prefix}magnitude_vector"] = norms
+    tensors |= _expert_tensors(experts, rank, b_std, draw)
     for name, value in (whole or {}).items():
         tensors[f"base_model.model.{name}"] = value
     config = {
@@ -84,6 +94,7 @@ def write_adapter(
         "modules_to_save": sorted({name.rsplit(".", 1)[0] for name in whole or {}}) or None,
         "bias": "none",
         "base_model_name_or_path": str(base),
+        "target_parameters": [f"{EXPERTS}.{projection}" for projection in experts] or None,
     }
     metadata = {"format": "pt"}
     if base is not None:
@@ -93,6 +104,30 @@ def write_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file({k: v.to(dtype) for k, v in tensors.items()}, directory / "adapter_model.safetensors", metadata)
     return directory
+
+
+def _expert_tensors(
+    projections: Sequence[str], rank: int, b_std: float, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """PEFT's layout, place by place; see `expert_keys`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for projection in projections:
+        outputs, inputs = tiny_model().get_parameter(f"{EXPERTS}.{projection}").shape[1:]
+        a, b = torch.empty(NUM_EXPERTS * rank, inputs), torch.empty(outputs, rank * NUM_EXPERTS)
+        for expert in range(NUM_EXPERTS):
+            for k in range(rank):
+                a[expert * rank + k] = torch.randn(inputs, generator=draw)
+                b[:, k * NUM_EXPERTS + expert] = torch.randn(outputs, generator=draw) * b_std
+        keys = expert_keys(projections, projection)
+        tensors |= {keys[0]: a, keys[1]: b}
+    return tensors
+
+
+def expert_keys(adapted: Sequence[str], projection: str) -> tuple[str, str]:
+    """Keys of A and B. PEFT wraps the adapted parameters in the model's order, each around the ones before."""
+    around = [p for p in PROJECTIONS if p in adapted and PROJECTIONS.index(p) > PROJECTIONS.index(projection)]
+    prefix = f"base_model.model.{EXPERTS}{'.base_layer' * len(around)}.lora_"
+    return f"{prefix}A.weight", f"{prefix}B.weight"
 
 
 def edit_adapter(directory: Path, changes: Mapping[str, torch.Tensor]) -> None:
@@ -109,6 +144,15 @@ def plain_merge(weight: torch.Tensor, adapter: Path, module: str, *, rslora: boo
     """W + scale B A in float64, straight from the files."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if rslora else config["r"])
-    return weight.double() + scale * (b @ a)
+    if not module.startswith(EXPERTS):
+        a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
+        return weight.double() + scale * (b @ a)
+    adapted = [name.rpartition(".")[2] for name in config["target_parameters"]]
+    a, b = (tensors[key].double() for key in expert_keys(adapted, module.rpartition(".")[2]))
+    merged = weight.double()
+    for expert in range(NUM_EXPERTS):
+        for k in range(config["r"]):
+            column, row = b[:, k * NUM_EXPERTS + expert], a[expert * config["r"] + k]
+            merged[expert] += scale * torch.outer(column, row)
+    return merged

@@ -1,6 +1,7 @@
 """Adapter directories: what is written, and what is refused on reading (D5, T12)."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_failing_disk_is_told_after_the_last_tensor(base, tmp_path, monkeypatc
     model = U2ForDiffusion.from_pretrained(base)
     adapter = attach_adapter(model, LoraConfig(rank=4), seed=1)
     gathered = []
-    monkeypatch.setattr("lumina_ft.adapters.files.gathered", lambda params: gathered.extend(params) or _nothing())
+    monkeypatch.setattr("lumina_ft.adapters.files.whole", lambda params: gathered.extend(params) or nullcontext(params))
     monkeypatch.setattr(ShardWriter, "_put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write_adapter(tmp_path / "a", model, adapter, base=None, base_name="base", changed=())
@@ -99,17 +100,17 @@ def test_a_failing_disk_is_told_after_the_last_tensor(base, tmp_path, monkeypatc
     assert not (tmp_path / "a" / CONFIG).exists() and not list((tmp_path / "a").glob("*.safetensors"))
 
 
-def _nothing():
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type: 'IA3' — only LORA"),
-        ({"target_parameters": ["mlp.experts.gate_proj"]}, "target_parameters: .*fused experts"),
+        (
+            {"target_parameters": ["mlp.experts.gate_proj"]},
+            "target_parameters: 'mlp.experts.gate_proj' — has no tensor",
+        ),
+        ({"target_parameters": "experts.gate_proj"}, "target_parameters: .* — must be a list of parameter names"),
+        ({"target_parameters": ["w"], "use_dora": True}, "target_parameters: .* PEFT knows no use_dora"),
+        ({"target_parameters": ["w"], "lora_dropout": 0.1}, "target_parameters: .* PEFT knows no lora_dropout"),
         ({"bias": "all"}, "bias: 'all' — trained biases"),
         ({"lora_bias": True}, "lora_bias: True — a kind of LoRA that isn't read"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
@@ -122,6 +123,8 @@ def _nothing():
         ({"r": "4"}, "r and lora_alpha must be numbers"),
         ({"lora_alpha": float("nan")}, "r and lora_alpha must be numbers"),
         ({"lora_dropout": "x"}, "lora_dropout: 'x' — must be a number"),
+        ({"lora_dropout": 5}, "lora_dropout: 5 — must be a number from 0 to 1"),
+        ({"lora_dropout": -0.1}, "lora_dropout: -0.1 — must be a number from 0 to 1"),
         ({"rank_pattern": ["dense"]}, "rank_pattern: .* — must map regular expressions to numbers"),
         ({"alpha_pattern": {"dense": "x"}}, "alpha_pattern: .* — must map regular expressions to numbers"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: .* — must map regular expressions to numbers"),

@@ -38,10 +38,12 @@ def test_names_are_dotted_suffixes_or_full_names():
     [
         ("attentoin", "'attentoin' — matches no module of the model; did you mean 'attention'"),
         ("attention.query_key_valeu", "did you mean 'attention.query_key_value'"),
-        ("experts", "'experts' — this model has no linear layer in that group — use image_projection, "),
+        ("norms", "'norms' — this model has no linear layer in that group — use image_projection, "),
         ("heads", "an alias isn't taken here.*name lm_head, image_heads, codebook_head"),
         ("mlp.gate", "model.layers.1.mlp.gate is a Router; adapters go on linear layers"),
         ("lm_img_head", "lm_img_head is a ModuleList"),
+        ("mlp.experts", r"is a PackedExperts; .* — name mlp.experts.gate_proj, mlp.experts.up_proj, mlp.experts.down"),
+        ("experts.gate_prj", "did you mean 'experts.gate_proj'"),
     ],
 )
 def test_D5_a_target_that_matches_nothing_is_an_error(target, message):
@@ -89,8 +91,8 @@ def test_table_counts_modules_and_parameters():
     targets = plan_targets(meta_model(), LoraConfig(rank=4, alpha=8, targets=("attention",), use_dora=True))
     rows = summarise_targets(targets)
     assert [tuple(row) for row in rows] == [
-        ("attention", 2, 16, 32, 4, 2 * (4 * 48 + 32)),
-        ("attention", 2, 16, 16, 4, 2 * (4 * 32 + 16)),
+        ("attention", 2, 16, 32, 4, 2 * (4 * 48 + 32), 0),
+        ("attention", 2, 16, 16, 4, 2 * (4 * 32 + 16), 0),
     ]
     console = Console(width=100, record=True, file=open("/dev/null", "w"))
     console.print(targets_table(rows))

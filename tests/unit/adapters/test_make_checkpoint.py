@@ -33,6 +33,10 @@ def test_a_made_checkpoint_loads_and_its_adapter_merges(script: ModuleType, tmp_
     adapted = script.write_random_adapter(adapter, base, config, rank=2, seed=0)
     summary = merge_adapters(base, [WeightedAdapter(adapter)], tmp_path / "out")
     assert summary.base_checked and summary.adapted == adapted
+    targets = ("attention", "experts")
+    assert script.write_random_adapter(tmp_path / "experts", base, config, rank=2, seed=0, targets=targets) == 7
+    check = merge_adapters(base, [WeightedAdapter(tmp_path / "experts")], tmp_path / "again").check
+    assert check is not None and check.adapted == 7 and len(check.experts) == 3
 
 
 def test_the_number_of_layers_reaches_the_wanted_size(script: ModuleType) -> None:

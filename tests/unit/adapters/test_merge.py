@@ -248,7 +248,7 @@ def test_a_small_update_in_bfloat16_warns_and_float32_keeps_it(tmp_path: Path):
     summary = merge(base, tmp_path / "out", adapter)
     assert summary.check is not None and summary.check.lowest_cosine < 0.99
     (warning,) = summary.warnings
-    assert "3 of 3 adapted tensors have a delta cosine under 0.99 (worst: model.layers" in warning
+    assert "3 of 3 adapted matrices have a delta cosine under 0.99 (worst: model.layers" in warning
     assert "--dtype float32 keeps it" in warning
     precise = merge(base, tmp_path / "precise", adapter, dtype=torch.float32)
     assert precise.check is not None and precise.check.lowest_cosine > 0.9999 and not precise.warnings

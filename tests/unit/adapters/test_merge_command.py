@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from merge_fixtures import DENSE, TARGETS, plain_merge, tiny_model, write_adapter, write_base
+from merge_fixtures import DENSE, EXPERTS, TARGETS, plain_merge, tiny_model, write_adapter, write_base
 from safetensors.torch import load_file
 
 from lumina_ft.checkpoint.commit import new_checkpoint
@@ -71,6 +71,20 @@ def test_named_directories_merge_and_report_as_json_and_as_text(run: Run, tmp_pa
     assert torch.equal(merged_weight(output), wanted_weight(adapter).bfloat16())
     code, out, err = run("merge-lora", *arguments, "--overwrite")
     assert code == 0 and "attention.dense" in out and f"model: {output}" in out and "3 tensors are base" in out
+
+
+def test_experts_are_reported_one_by_one(run: Run, tmp_path: Path, base: Path):
+    adapter = write_adapter(tmp_path / "adapter", base, experts=("gate_proj", "down_proj"))
+    arguments = ("--base", base, "--adapter", adapter, "--output", tmp_path / "out")
+    code, out, err = run("merge-lora", *arguments, "--json")
+    assert code == 0, err
+    experts = json.loads(out)["check"]["experts"]
+    assert set(experts) == {f"{EXPERTS}.gate_proj", f"{EXPERTS}.down_proj"}
+    found = experts[f"{EXPERTS}.down_proj"]
+    assert (found["trained"], found["untrained"], found["low"]) == (4, 0, 0)
+    code, out, err = run("merge-lora", *arguments, "--overwrite")
+    assert code == 0 and "mlp.experts.down_proj" in out and "5 tensors are base" in out
+    assert f"experts: 8 matrices in 2 tensors, lowest delta cosine 1.000000 ({EXPERTS}." in out
 
 
 def test_weights_and_several_adapters(run: Run, tmp_path: Path, base: Path, adapter: Path):

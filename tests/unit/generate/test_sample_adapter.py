@@ -23,6 +23,7 @@ from lumina_ft.data.tokenizer import copy_tokenizer
 from lumina_ft.errors import CheckpointError, ConfigError
 from lumina_ft.generate.load import ModelSource, load_sampler, locate_model
 from lumina_ft.generate.sampler import Sampler
+from lumina_ft.models.groups import is_adapter_b
 from lumina_ft.models.identity import BaseIdentity, model_identity
 from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.weights import save_model
@@ -132,6 +133,28 @@ def test_t12_a_merged_model_draws_what_its_base_draws_with_the_adapter(run: Path
     merged = load_sampler(tmp_path / "merged", device="cpu")
     assert merged.system_prompts["t2i"] == "Adapted."
     assert drawn(merged) == drawn(load_sampler(run, device="cpu"))
+
+
+@pytest.mark.parametrize("layout", ["packed", "split"])
+def test_an_adapter_of_routed_experts_is_sampled_and_merged_alike(base: Path, dataset: Path, tmp_path: Path, layout):
+    """Trained with dropout; its base may be stored either way."""
+    model = U2ForDiffusion.from_pretrained(base)
+    save_model(model, tmp_path / "base", layout=layout)
+    copy_tokenizer(base, tmp_path / "base")
+    attached = attach_adapter(model, LORA.model_copy(update={"targets": ("experts",)}), seed=1)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter_b(name):
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    identity = model_identity(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", model, attached, base=identity, base_name=str(base), changed=())
+    options = {"data": dataset, "device": "cpu"}
+    on = drawn(load_sampler(tmp_path / "base", adapter=tmp_path / "adapter", **options))
+    off = drawn(load_sampler(tmp_path / "base", **options))
+    assert sum(a != b for a, b in zip(on, off, strict=True)) > 16
+    merge_adapters(tmp_path / "base", [WeightedAdapter(tmp_path / "adapter")], tmp_path / "merged")
+    assert drawn(load_sampler(tmp_path / "merged", **options)) == on
 
 
 def test_a_plain_peft_directory_takes_companions_from_its_base(base: Path, dataset: Path, tmp_path: Path):
