@@ -52,6 +52,7 @@ class TrainState:
         changed_groups: groups of base weights that differ from those in `base_dir`; they are stored in the adapter.
         expert_counts: [L][E] slots routed to each expert in that stage, up to the last record of the metrics.
         unlogged_counts: [L][E] since then; empty if nothing has run since.
+        experts: ids of the routed experts of each layer that the checkpoint holds, as `checkpoint.experts` writes them.
     """
 
     global_step: int
@@ -69,6 +70,7 @@ class TrainState:
     changed_groups: tuple[str, ...] = ()
     expert_counts: list[list[int]] = field(default_factory=list)
     unlogged_counts: list[list[int]] = field(default_factory=list)
+    experts: str = ""
 
     @property
     def stage_finished(self) -> bool:

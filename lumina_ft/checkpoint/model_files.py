@@ -21,7 +21,8 @@ from lumina_ft.models.json_files import write_json
 from lumina_ft.models.native import NativeReader
 from lumina_ft.models.tensor_files import TensorSpec
 from lumina_ft.models.weights import CONFIG_FILE, carry_files, export_config
-from lumina_ft.parallel.zero3 import full_shape, gathered, is_partitioned
+from lumina_ft.parallel.expert_parallel import sharing_of
+from lumina_ft.parallel.zero3 import full_shape, is_partitioned, whole
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class WholeWeights:
         self._files = files
         self._merge = merge
         self._start = adapter.start if adapter else {}
-        self._targets = {f"{target.module}.weight": target for target in adapter.targets} if adapter else {}
+        self._targets = {target.weight: target for target in adapter.targets} if adapter else {}
         state = model.state_dict(keep_vars=True)
         self._tensors: dict[str, Any] = {base_name(n): t for n, t in state.items() if not is_adapter_name(n)}
         self.specs = {name: TensorSpec(tuple(full_shape(t)), t.dtype) for name, t in self._tensors.items()}
@@ -93,8 +94,10 @@ class WholeWeights:
             self.lowest = min(self.lowest or (2.0, ""), (merged.cosine, name))
             return merged.weight if wanted else None
         assert not self.is_replaced(name), f"the model holds a residual of {name}"
-        with gathered([tensor]):
-            return tensor.detach().to("cpu", copy=is_partitioned(tensor)) if wanted else None
+        with whole([tensor]) as (value,):
+            # Of spread experts the value is a new tensor already.
+            borrowed = is_partitioned(tensor) and sharing_of(tensor) is None
+            return value.to("cpu", copy=borrowed) if wanted else None
 
     def is_replaced(self, name: str) -> bool:
         """PiSSA: the model holds a residual of this weight, and `original` the whole of it."""

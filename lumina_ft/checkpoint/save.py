@@ -19,6 +19,7 @@ from lumina_ft.adapters.lora import Adapter
 from lumina_ft.checkpoint import commit as commit_points
 from lumina_ft.checkpoint.commit import Commit, rotate
 from lumina_ft.checkpoint.directory import ADAPTER_DIR, MODEL_DIR, OPTIMIZER_DIR, TrainState, base_reference
+from lumina_ft.checkpoint.experts import METADATA_KEY, agree_on_experts
 from lumina_ft.checkpoint.model_files import ModelFiles, WholeWeights, adapter_bytes, base_identity
 from lumina_ft.checkpoint.writers import FilePlan, Lane, plan_files
 from lumina_ft.errors import ConfigError
@@ -75,8 +76,8 @@ def save_checkpoint(
 
     Args:
         model: the module inside the engine.
-        state: `base`, `base_identity` and `adapter` are filled in here. `changed_groups` are all groups of base weights
-            that may differ from `files.source_dir`, those of earlier stages with the same base included.
+        state: `base`, `base_identity`, `adapter` and `experts` are filled in here. `changed_groups` are all groups of
+            base weights that may differ from `files.source_dir`, those of earlier stages with the same base included.
         keep: checkpoints inside stages that stay.
         spare: a checkpoint that stays as well, because the run was resumed from it and still reads its files.
         adapter: attached to the model.
@@ -84,8 +85,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: a complete checkpoint of this step exists and belongs to another run.
-        RunError: no room, a failing disk, or values that aren't finite; on every rank. Earlier checkpoints are intact.
+        RunError: no room, a failing disk, values that aren't finite, or experts that no rank or two ranks hold; on
+            every rank. Earlier checkpoints are intact.
     """
+    experts = agree_on_experts(model, world)
     contents = _choose_contents(state, files, adapter, at_end)
     weights = WholeWeights(model, files, adapter, merge=contents.merge)
     trained = {base_name(name): p for name, p in model.named_parameters() if p.requires_grad}
@@ -101,19 +104,21 @@ def save_checkpoint(
         return
     identity: BaseIdentity | None = None
     if model_plan is not None:
-        identity = _write_model(commit, model_plan, weights, model, files, hashed=contents.adapter != "none")
+        hashed = contents.adapter != "none"
+        identity = _write_model(commit, model_plan, weights, model, files, hashed=hashed, experts=experts)
     if adapter is not None and contents.adapter != "none":
         if contents.base is not None:
             base = contents.base
             identity = commit.together(lambda: base_identity(base) if world.is_main else None)
         _write_adapter(commit, model, adapter, contents, identity, files)
-    _write_optimizer(commit, optimizer_plan, engine, trained)
+    _write_optimizer(commit, optimizer_plan, engine, trained, experts)
     state = replace(
         state,
         base=base_reference(run_dir, contents.base) if contents.base else None,
         base_identity=identity.digest if identity else None,
         adapter=contents.adapter,
         changed_groups=contents.changed,
+        experts=experts,
     )
     commit.finish(state, _own_files(commit, plans))
     commit.together(lambda: _rotate(run_dir, keep, spare) if world.is_main else None)
@@ -125,7 +130,7 @@ def _choose_contents(state: TrainState, files: ModelFiles, adapter: Adapter | No
     if state.stage_finished and at_end == "merge":
         return _Contents(model=True, merge=True)
     changed = state.changed_groups
-    adapted = {group_of(f"{target.module}.weight") for target in adapter.targets}
+    adapted = {group_of(target.weight) for target in adapter.targets}
     if adapter.start and adapted & set(changed):
         both = ", ".join(sorted(adapted & set(changed)))
         raise ConfigError(
@@ -144,10 +149,17 @@ def _choose_contents(state: TrainState, files: ModelFiles, adapter: Adapter | No
 
 
 def _write_model(
-    commit: Commit, plan: FilePlan, weights: WholeWeights, model: PreTrainedModel, files: ModelFiles, *, hashed: bool
+    commit: Commit,
+    plan: FilePlan,
+    weights: WholeWeights,
+    model: PreTrainedModel,
+    files: ModelFiles,
+    *,
+    hashed: bool,
+    experts: str,
 ) -> BaseIdentity | None:
     """`model/`; returns the identity of its weights, if wanted."""
-    lane = Lane(commit, MODEL_DIR, plan, hashed=hashed)
+    lane = Lane(commit, MODEL_DIR, plan, hashed=hashed, metadata={METADATA_KEY: experts})
     for name, owner in plan.destinations().items():
         wanted = owner == commit.rank
         if weights.is_replaced(name):
@@ -195,10 +207,12 @@ def _write_adapter(
     commit_points.reached("adapter_written")
 
 
-def _write_optimizer(commit: Commit, plan: FilePlan, engine: Engine, trained: Mapping[str, Parameter]) -> None:
+def _write_optimizer(
+    commit: Commit, plan: FilePlan, engine: Engine, trained: Mapping[str, Parameter], experts: str
+) -> None:
     names: dict[str, tuple[str, StateKey]] = {state_name(n, key): (n, key) for n in trained for key in STATE_KEYS}
     destinations = {names[stored]: owner for stored, owner in plan.destinations().items()}
-    lane = Lane(commit, OPTIMIZER_DIR, plan)
+    lane = Lane(commit, OPTIMIZER_DIR, plan, metadata={METADATA_KEY: experts})
     for name, key, tensor in gather_state(engine, trained, destinations):
         if tensor is not None:
             lane.put(state_name(name, key), tensor)

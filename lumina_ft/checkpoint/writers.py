@@ -80,12 +80,21 @@ class Lane:
         folder: of the export, inside the commit's.
         plan: which files are this rank's.
         hashed: also compute each tensor's part in the identity of a model.
+        metadata: for the files' headers.
 
     Attributes:
         hashes: by tensor, where they are wanted and count.
     """
 
-    def __init__(self, commit: Commit, folder: str, plan: FilePlan, *, hashed: bool = False) -> None:
+    def __init__(
+        self,
+        commit: Commit,
+        folder: str,
+        plan: FilePlan,
+        *,
+        hashed: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         self.hashes: dict[str, str] = {}
         self._commit = commit
         self._plan = plan
@@ -102,6 +111,7 @@ class Lane:
                     stem=plan.stem,
                     own=own,
                     writes_index=commit.rank == 0,
+                    metadata=metadata,
                 )
             )
             if own or commit.rank == 0

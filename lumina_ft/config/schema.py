@@ -100,6 +100,10 @@ class OptimConfig(Section):
     """Share of the stage's steps with rising lr."""
     min_lr_ratio: Fraction = 0.0
     """Final lr as a share of the peak (cosine, linear)."""
+    expert_bias_rate: NonNegative = 0.0
+    """After each step the selection bias of every routed expert with less than the mean load rises by this much, and
+    falls for one with more; also where the router is frozen. 0 leaves the bias as it is. Scores lie in 0…1: 0.001 is
+    usual."""
 
 
 class StageConfig(Section):
@@ -123,6 +127,8 @@ class StageConfig(Section):
     """Overrides of the run's `data` section for this stage."""
     schedule: Literal["cosine", "linear", "constant"] | None = None
     """Default optim.schedule."""
+    expert_bias_rate: NonNegative | None = None
+    """Default optim.expert_bias_rate."""
     lora: Literal["train", "freeze", "off"] = "off"
     """`train` the adapter (a new one, or the one kept so far), keep it active but `freeze` it, or run without: `off`.
     With a `lora` section the default is `train`."""
@@ -180,6 +186,9 @@ class ParallelConfig(Section):
     """Processes that `lumina-ft sft` starts on this machine. Under torchrun or deepspeed: unset, or equal to theirs."""
     zero: str = "zero2"
     """`zero0`…`zero3` (ds_configs/), or the path of a DeepSpeed JSON file."""
+    expert_parallel_size: Count = 1
+    """Ranks that share the routed experts among them and exchange tokens; 1: every rank holds every expert. Must divide
+    the ranks and the model's experts, and needs ZeRO-1, 2 or 3."""
     threads_per_rank: CountOrZero = 0
     """CPU threads of a rank; 0: this machine's cores divided by its ranks."""
     timeout_minutes: Annotated[Positive, Field(le=525_600)] = 30.0
@@ -282,6 +291,11 @@ class RunConfig(Section):
         stage = self.stages[index]
         beside = self.lora.modules_to_save if self.lora is not None and stage.lora == "train" else ()
         return selected_groups(stage, beside)
+
+    def bias_rate(self, index: int) -> float:
+        """`expert_bias_rate` of stage `index`."""
+        rate = self.stages[index].expert_bias_rate
+        return self.optim.expert_bias_rate if rate is None else rate
 
     def stage_data(self, index: int) -> DataConfig:
         """The data section of stage `index`, with that stage's overrides."""

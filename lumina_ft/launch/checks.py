@@ -7,13 +7,14 @@ from pathlib import Path
 
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError, LuminaError, nearest
+from lumina_ft.launch.expert_checks import bias_problems, expert_parallel_problems
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
 
 SHIPPED_MODEL_CONFIGS = Path(__file__).resolve().parent.parent / "models" / "configs"
 
 
 def check_run(cfg: RunConfig) -> None:
-    """Check paths, data sets, tasks and the DeepSpeed JSON of a run, everything at once.
+    """Check paths, data sets, tasks, the DeepSpeed JSON and the experts' placement of a run, everything at once.
 
     Raises:
         ConfigError: one line per problem.
@@ -23,6 +24,7 @@ def check_run(cfg: RunConfig) -> None:
         _model_problems,
         _data_problems,
         _deepspeed_problems,
+        _expert_problems,
     )
     problems = list(dict.fromkeys(problem for check in checks for problem in check(cfg)))
     if problems:
@@ -131,8 +133,16 @@ def _deepspeed_problems(cfg: RunConfig) -> Iterator[str]:
         max_grad_norm=cfg.optim.max_grad_norm,
         trainable_numel=1,
         overlap=False,
+        expert_parallel_size=cfg.parallel.expert_parallel_size,
     )
     try:
         resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
     except LuminaError as error:
         yield str(error)
+
+
+def _expert_problems(cfg: RunConfig) -> Iterator[str]:
+    # Where the model can't be read, that is said elsewhere.
+    source = None if any(_model_problems(cfg)) else cfg.model.path or cfg.model.config
+    yield from expert_parallel_problems(cfg, source)
+    yield from bias_problems(cfg, source)

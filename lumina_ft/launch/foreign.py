@@ -17,6 +17,7 @@ from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError, Interrupted, LuminaError, RunError
 from lumina_ft.launch.checks import check_run
 from lumina_ft.launch.environment import end_rank, is_main_rank, let_another_rank_speak
+from lumina_ft.launch.expert_checks import SIZE_KEY, sizes_text
 from lumina_ft.launch.failures import EXIT_BUG, explained, read_failures, write_failure
 from lumina_ft.launch.rank import execute_stage
 from lumina_ft.launch.resume import ResumePoint, after_stage
@@ -48,6 +49,11 @@ def with_world_size(cfg: RunConfig) -> RunConfig:
         raise ConfigError(
             f"train.packs_per_step — {cfg.train.packs_per_step} — must be a multiple of the launcher's {size} ranks — "
             f"use {-(-cfg.train.packs_per_step // size) * size}"
+        )
+    shared = cfg.parallel.expert_parallel_size
+    if size % shared:
+        raise ConfigError(
+            f"{SIZE_KEY} — {shared} — must divide the launcher's {size} ranks — use {sizes_text(size)}, or other ranks"
         )
     return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"ranks": size})})
 

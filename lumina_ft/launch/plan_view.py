@@ -49,7 +49,9 @@ def describe_run(cfg: RunConfig) -> dict[str, Any]:
 def print_run(cfg: RunConfig) -> None:
     """Print the stages, and what the adapter adapts, as tables on stdout."""
     plan = describe_run(cfg)
-    table = Table(title=f"{cfg.output_dir}: {cfg.parallel.ranks} rank(s), {cfg.parallel.zero}")
+    size = cfg.parallel.expert_parallel_size
+    spread = f", experts spread over {size}" if size > 1 else ""
+    table = Table(title=f"{cfg.output_dir}: {cfg.parallel.ranks} rank(s), {cfg.parallel.zero}{spread}")
     for heading in ("stage", "length", "trained groups", "lr", *(("adapter",) if cfg.lora else ()), "data"):
         table.add_column(heading)
     for stage in plan["stages"]:

@@ -25,6 +25,7 @@ from lumina_ft.parallel.dist import World
 from lumina_ft.parallel.engine import Engine
 from lumina_ft.parallel.progress import SAVE
 from lumina_ft.stages import StagePlan
+from lumina_ft.train.balance import largest_bias, selection_biases, shift_biases
 from lumina_ft.train.batches import stage_batches
 from lumina_ft.train.dropout import draws_dropout, seed_dropout
 from lumina_ft.train.evaluate import evaluate
@@ -228,7 +229,15 @@ def train_step(run: StageRun, step: int, batches: list[Batch], *, first: bool) -
     outcome = run.engine.step({name: lr * share for name, lr in run.peak_lrs.items()})
     if not outcome.applied:
         return StepResult(counts, failure=NonFinite(("gradients",)))
+    _balance(run, expert_counts)
     return StepResult(counts, sums, expert_counts, outcome.grad_norm)
+
+
+def _balance(run: StageRun, expert_counts: Tensor | None) -> None:
+    """Move the routers' selection bias by the step's load over all ranks (M4). Collective unless that is off."""
+    rate = run.cfg.bias_rate(run.plan.index)
+    if rate and expert_counts is not None:
+        shift_biases(selection_biases(run.objective), run.world.sum(expert_counts.clone()), rate)
 
 
 def _find_nonfinite(run: StageRun, finite: Tensor, loss: Tensor) -> NonFinite | None:
@@ -278,6 +287,8 @@ def _log_step(run: StageRun, step: int, result: StepResult) -> None:
         values |= mean_losses(totals, result.counts, run.cfg.loss)
         run.losses = {**run.losses, **values}
         values |= {"grad_norm": result.grad_norm} | load_summary(slots.numpy())
+        if run.cfg.bias_rate(run.plan.index):
+            values["expert_bias_max"] = largest_bias(selection_biases(run.objective))
     elif run.world.is_main and result.idle:
         log.info("%s step %d: no supervised position in any pack; skipped", run.plan.name, run.step)
     now = time.monotonic()

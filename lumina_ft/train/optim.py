@@ -9,8 +9,8 @@ from torch.nn import Parameter
 
 from lumina_ft.config.schema import OptimConfig
 from lumina_ft.models.groups import is_adapter_b
-from lumina_ft.parallel.zero3 import full_shape
-from lumina_ft.stages import StagePlan
+from lumina_ft.parallel.expert_parallel import ExpertParallel, optimizer_keys, sharing_of
+from lumina_ft.stages import ParamInfo, StagePlan
 
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -20,30 +20,36 @@ def build_optimizer(
 ) -> tuple[torch.optim.AdamW, dict[str, float]]:
     """AdamW over the trained parameters.
 
-    Parameters that share a learning rate and decay share a group, because ZeRO flattens group by group. Norms, biases
-    and other parameters with at most one dimension don't decay.
+    Parameters that share a learning rate and decay share a group, because ZeRO flattens group by group; experts that
+    ranks share among them have groups of their own. Norms, biases and other parameters with at most one dimension don't
+    decay.
 
     Args:
         params: every parameter of the model by name.
         lr_ratio: LoRA+ (arXiv:2402.12354): learning rate of an adapter's B matrices as a multiple of the others'.
 
     Returns:
-        The optimizer and the peak learning rate of each group, by the group's `name`.
+        The optimizer and the peak learning rate of each group, by the group's `label`.
     """
-    members: dict[tuple[float, float], list[Parameter]] = {}
+    members: dict[tuple[float, float, ExpertParallel | None], list[Parameter]] = {}
     for info in plan.trained:
         param = params[info.name]
-        decay = cfg.weight_decay if len(full_shape(param)) > 1 else 0.0
-        ratio = lr_ratio if is_adapter_b(info.name) else 1.0
-        members.setdefault((plan.lr[info.group] * ratio, decay), []).append(param)
+        lr, decay = rate_and_decay(info, plan, cfg, lr_ratio)
+        members.setdefault((lr, decay, sharing_of(param)), []).append(param)
     groups = []
     peaks: dict[str, float] = {}
-    for (lr, decay), group in members.items():
-        name = f"lr={lr!r},decay={decay!r}"
-        groups.append({"params": group, "lr": lr, "weight_decay": decay, "name": name})
-        peaks[name] = lr
+    for (lr, decay, experts), group in members.items():
+        label = f"lr={lr!r},decay={decay!r}" + (",experts" if experts else "")
+        groups.append({"params": group, "lr": lr, "weight_decay": decay, "label": label, **optimizer_keys(experts)})
+        peaks[label] = lr
     optimizer = torch.optim.AdamW(groups, lr=max(peaks.values()), betas=cfg.betas, eps=cfg.eps, fused=True)
     return optimizer, peaks
+
+
+def rate_and_decay(info: ParamInfo, plan: StagePlan, cfg: OptimConfig, lr_ratio: float) -> tuple[float, float]:
+    """Peak learning rate and weight decay of a trained parameter; args as `build_optimizer`."""
+    ratio = lr_ratio if is_adapter_b(info.name) else 1.0
+    return plan.lr[info.group] * ratio, cfg.weight_decay if len(info.shape) > 1 else 0.0
 
 
 def lr_factor(step: int, total_steps: int, *, schedule: Schedule, warmup_ratio: float, min_lr_ratio: float) -> float:

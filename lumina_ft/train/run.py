@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from lumina_ft.adapters.lora import Adapter
 from lumina_ft.adapters.targets import summarise_targets, targets_table
 from lumina_ft.checkpoint.directory import TrainState
+from lumina_ft.checkpoint.experts import check_experts
 from lumina_ft.checkpoint.resume import check_base, check_fingerprint, load_optimizer
 from lumina_ft.checkpoint.save import ModelFiles, save_checkpoint
 from lumina_ft.config.groups import ADAPTER_GROUP
@@ -34,10 +35,11 @@ from lumina_ft.monitor.progress import StageProgress
 from lumina_ft.parallel.dist import World, init_distributed
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
 from lumina_ft.parallel.engine import Engine, check_zero_block
+from lumina_ft.parallel.expert_parallel import ExpertParallel, join_experts
 from lumina_ft.parallel.progress import LOAD
 from lumina_ft.parallel.state import adam_steps
 from lumina_ft.parallel.watchdog import OnHang
-from lumina_ft.parallel.zero3 import init_context, place_buffers, write_tensor
+from lumina_ft.parallel.zero3 import fill_tensor, init_context, place_buffers, write_tensor
 from lumina_ft.stages import StagePlan, apply_plan, plan_stage
 from lumina_ft.train.loop import StageRun, train_loop
 from lumina_ft.train.objective import Objective
@@ -109,11 +111,15 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
     lora = stage_lora(cfg, stage_index)
     plan = plan_stage(cfg, stage_index, describe_parameters(model_config, lora))
     check_pissa(cfg, plan, start)
+    check_experts(model_config, start.checkpoint, start.weights)
     if start.checkpoint is not None:
         check_base(start.checkpoint, world)
-    ds_config = _engine_config(cfg, plan, world)
-    model = build_model(cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, world=world)
-    seed = cfg.seed + _STAGE_SEED_STRIDE * stage_index
+    ds_config = engine_config(cfg, plan, world.size, cuda=world.device.type == "cuda")
+    group = join_experts(cfg.parallel.expert_parallel_size)
+    model = build_model(
+        cfg.model, model_config, ds_config, weights=start.weights, seed=cfg.seed, world=world, experts=group
+    )
+    seed = stage_seed(cfg, stage_index)
     adapter = attach_stage_adapter(model, cfg, plan, start, seed=seed, progress=world.progress)
     apply_plan(model, plan)
     params = dict(model.named_parameters())
@@ -155,15 +161,21 @@ def build_stage(cfg: RunConfig, stage_index: int, start: Start, world: World, ru
     return run
 
 
-def _engine_config(cfg: RunConfig, plan: StagePlan, world: World) -> dict[str, Any]:
+def stage_seed(cfg: RunConfig, stage_index: int) -> int:
+    """Stages draw other orders, drops and noise from the run's one seed."""
+    return cfg.seed + _STAGE_SEED_STRIDE * stage_index
+
+
+def engine_config(cfg: RunConfig, plan: StagePlan, ranks: int, *, cuda: bool) -> dict[str, Any]:
     """DeepSpeed's configuration, checked and without `auto`."""
     settings = ZeroSettings(
-        world_size=world.size,
-        micro_batches=cfg.train.packs_per_step // world.size,
+        world_size=ranks,
+        micro_batches=cfg.train.packs_per_step // ranks,
         dtype=cfg.model.dtype,
         max_grad_norm=cfg.optim.max_grad_norm,
         trainable_numel=sum(info.numel for info in plan.trained),
-        overlap=world.device.type == "cuda",
+        overlap=cuda,
+        expert_parallel_size=cfg.parallel.expert_parallel_size,
     )
     ds_config = resolve_ds_config(read_ds_config(cfg.parallel.zero), settings)
     check_zero_block(ds_config)
@@ -178,21 +190,27 @@ def build_model(
     weights: Path | None,
     seed: int,
     world: World,
+    experts: ExpertParallel | None = None,
 ) -> U2ForDiffusion:
-    """The model with its weights; partitioned from the start under ZeRO-3. Collective.
+    """The model with its weights; its experts spread and, under ZeRO-3, partitioned from the start. Collective.
 
     Args:
         weights: model directory to load; None draws from `seed`.
         world: where training runs, and what notes each tensor.
+        experts: ranks that share the routed experts.
     """
-    writer = world.progress.marking(LOAD, write_tensor)
     with init_context(ds_config, getattr(torch, cfg.dtype)), no_init_weights():
-        model = U2ForDiffusion(model_config, attention_impl=cfg.attention_impl, experts_impl=cfg.experts_impl)
+        model = U2ForDiffusion(
+            model_config,
+            attention_impl=cfg.attention_impl,
+            experts_impl=cfg.experts_impl,
+            expert_parallel=experts,
+        )
     place_buffers(model, world.device)
     if weights is not None:
-        load_weights(model, weights, writer=writer)
+        load_weights(model, weights, fill=world.progress.marking(LOAD, fill_tensor))
     else:
-        model.init_weights_(seed, writer=writer)
+        model.init_weights_(seed, writer=world.progress.marking(LOAD, write_tensor))
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
@@ -212,8 +230,7 @@ def _open_data(cfg: RunConfig, stage_index: int, model_config: U2Config) -> tupl
     source = cfg.model.tokenizer or cfg.model.path
     identity = load_tokenizer(source).identity if source is not None else None
     spec = model_config.token_spec()
-    # Stages draw other orders, drops and noise from the run's one seed.
-    seed = cfg.seed + _STAGE_SEED_STRIDE * stage_index
+    seed = stage_seed(cfg, stage_index)
     train = PackedDataset(data_cfg, spec=spec, seed=seed, split="train", tokenizer_identity=identity)
     if data_cfg.eval_path is None and data_cfg.eval_fraction == 0:
         return train, None
@@ -256,7 +273,7 @@ def _save(
         seconds=round(run.elapsed, 3),
         tokens=run.tokens,
         fingerprint=fingerprint,
-        changed_groups=tuple(sorted(start.changed | (set(run.plan.lr) - {ADAPTER_GROUP}))) if adapter else (),
+        changed_groups=tuple(sorted(start.changed | _changed_groups(run))) if adapter else (),
         expert_counts=expert_counts,
         unlogged_counts=unlogged_counts,
     )
@@ -276,6 +293,12 @@ def _save(
         log.info("%s step %d: saved checkpoint-%d", run.plan.name, run.step, state.global_step)
 
 
+def _changed_groups(run: StageRun) -> set[str]:
+    """Groups of base weights that the stage changes; of the router also the selection bias counts."""
+    moved = {"router"} if run.cfg.bias_rate(run.plan.index) else set()
+    return set(run.plan.lr) - {ADAPTER_GROUP} | moved
+
+
 def _announce(run: StageRun, ds_config: dict[str, Any], adapter: Adapter | None) -> None:
     """Say once what is going to happen."""
     if not run.world.is_main:
@@ -288,13 +311,14 @@ def _announce(run: StageRun, ds_config: dict[str, Any], adapter: Adapter | None)
         console.print(targets_table(summarise_targets(adapter.targets)))
     zero = ds_config["zero_optimization"]["stage"]
     log.info(
-        "%d steps of %d packs on %d ranks (%s, ZeRO-%d, %s), from step %d; %d training samples, %d held out",
+        "%d steps of %d packs on %d ranks (%s, ZeRO-%d, %s%s), from step %d; %d training samples, %d held out",
         run.total_steps,
         run.cfg.train.packs_per_step,
         run.world.size,
         run.world.device.type,
         zero,
         run.cfg.model.dtype,
+        f", experts over {size}" if (size := run.cfg.parallel.expert_parallel_size) > 1 else "",
         run.step,
         run.train_data.num_samples,
         run.eval_data.num_samples if run.eval_data else 0,

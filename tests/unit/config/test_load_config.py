@@ -144,7 +144,7 @@ def test_unknown_key_names_file_line_value_and_nearest_key(tmp_path: Path) -> No
     path = write(tmp_path, RUN.replace("lr: 1e-5", "learnig_rate: 1\n  weigth_decay: 0.2"))
     assert errors_of(path) == [
         f"{path}:8: optim.learnig_rate — 1 — unknown key; known: lr, betas, eps, weight_decay, decay_unused, "
-        "max_grad_norm, schedule, warmup_ratio, min_lr_ratio",
+        "max_grad_norm, schedule, warmup_ratio, min_lr_ratio, expert_bias_rate",
         f"{path}:9: optim.weigth_decay — 0.2 — unknown key; did you mean 'weight_decay'?",
     ]
 

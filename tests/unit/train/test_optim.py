@@ -37,7 +37,7 @@ def test_one_dimensional_parameters_do_not_decay_and_groups_split_by_lr():
         (2e-3, 0.1): [id(PARAMS["head"])],
     }
     assert sorted(peaks.values()) == [1e-3, 1e-3, 2e-3]
-    assert {g["name"] for g in optimizer.param_groups} == set(peaks)
+    assert {g["label"] for g in optimizer.param_groups} == set(peaks)
 
 
 def test_frozen_parameters_are_not_in_the_optimizer():
