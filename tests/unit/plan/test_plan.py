@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from lumina_ft.plan import describe_model, print_plan
+from lumina_ft.plan.model import describe_model, print_plan
 
 PUBLISHED_GROUPS = {
     "text_embeddings": 321912832,
