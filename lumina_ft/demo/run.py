@@ -1,7 +1,7 @@
 """`lumina-ft demo`: the whole toolkit on real handwritten digits, from PNG files to judged results.
 
-digits → data build → sft (three stages, ZeRO-3 on two ranks) → sft of an adapter on that model, for a new task (ZeRO-2)
-→ merge-lora → sample → judge → pictures, table
+digits → data build → sft (three stages, ZeRO-3 on two ranks that share the experts) → sft of an adapter on attention,
+MLPs and experts of that model, for a new task (ZeRO-2) → merge-lora → sample → judge → pictures, table
 """
 
 import json
@@ -31,7 +31,14 @@ INVERTED_PHRASINGS = 3
 SYSTEM_PROMPTS: dict[Task, str] = {"t2i": "draw", "understand": "read"}
 """Short, because every sample repeats them."""
 
-_SHARED_KEYS = ("seed", "parallel.ranks", "parallel.threads_per_rank", "data.block_tokens", "data.max_pack_tokens")
+_SHARED_KEYS = (
+    "seed",
+    "parallel.ranks",
+    "parallel.threads_per_rank",
+    "parallel.expert_parallel_size",
+    "data.block_tokens",
+    "data.max_pack_tokens",
+)
 """What the adapter's run takes over from the base's, overrides included."""
 
 _OWNED = (
@@ -102,6 +109,7 @@ def run_demo(output: Path, overrides: list[str]) -> dict[str, Any]:
     result = {
         **judged,
         **merged,
+        **_experts(base_config, Path(adapter["adapter"])),
         "stages": len(stages),
         "samples": built["samples"],
         "tokens": sum(stage["tokens"] for stage in stages),
@@ -138,6 +146,11 @@ def print_demo(result: dict[str, Any]) -> None:
         ("judge_accuracy", "the judge itself on held-out real digits"),
         ("judge_accuracy_codec", "the same after the image codec"),
         ("judge_accuracy_codec_inverted", "the same of their negatives"),
+        ("expert_parallel_size", "ranks that share the routed experts, in both trainings"),
+        ("experts_per_rank", "routed experts of a layer that each of them holds"),
+        ("busiest_rank_load", "slots routed to the busier rank's experts; 1 is even"),
+        ("adapter_parameters", "in the adapter's matrices"),
+        ("expert_adapter_parameters", "of these on routed experts"),
         ("stages", "training stages, each in fresh ranks"),
         ("steps", "optimizer steps"),
         ("tokens", "tokens trained on"),
@@ -252,6 +265,12 @@ def _sample_and_judge(output: Path, base: RunConfig, adapter: RunConfig) -> dict
     judged |= measure_adapter(bench, adapter.output_dir, output / "merged")
     _copy_plots(base, output)
     return judged
+
+
+def _experts(base: RunConfig, adapter: Path) -> dict[str, Any]:
+    from lumina_ft.demo.experts import describe_experts
+
+    return describe_experts(base.output_dir, adapter, base.parallel.expert_parallel_size)
 
 
 def _copy_plots(run_config: RunConfig, output: Path) -> None:

@@ -102,9 +102,12 @@ def test_a_codec_fitted_on_both_kinds_shows_both(train: Digits, heldout: Digits)
 
 
 def test_the_adapters_run_follows_the_bases(tmp_path: Path) -> None:
-    base = load_run(RECIPE, ["seed=7", "parallel.ranks=1", "parallel.threads_per_rank=2"])
+    base = load_run(
+        RECIPE, ["seed=7", "parallel.ranks=1", "parallel.threads_per_rank=2", "parallel.expert_parallel_size=1"]
+    )
     cfg = _adapter_config(tmp_path, base, "somewhere/model")
     assert (cfg.seed, cfg.parallel.ranks, cfg.parallel.threads_per_rank) == (7, 1, 2)
+    assert cfg.parallel.expert_parallel_size == 1
     assert cfg.model.path == Path("somewhere/model") and cfg.output_dir == tmp_path / "lora"
     assert cfg.data.path == tmp_path / "dataset_lora"
 
@@ -115,3 +118,5 @@ def test_the_recipe_names_the_checkpoint_that_the_base_recipe_ends_with() -> Non
     assert adapter.model.path == base.output_dir / "checkpoints" / f"checkpoint-{last}" / "model"
     assert adapter.lora is not None and all(stage.lora == "train" for stage in adapter.stages)
     assert adapter.data.block_tokens == base.data.block_tokens
+    assert "experts" in adapter.lora.targets
+    assert adapter.parallel.expert_parallel_size == base.parallel.expert_parallel_size == base.parallel.ranks == 2
