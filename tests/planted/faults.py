@@ -7,11 +7,17 @@ ATTENTION_RULE = "lumina_ft/kernels/attention/ref.py"
 SEGMENTED = "lumina_ft/kernels/attention/segmented.py"
 ATTENTION = "lumina_ft/models/attention.py"
 HEADS = "lumina_ft/models/u2_heads.py"
+EXPERTS = "lumina_ft/models/experts.py"
+EXPERT_PARALLEL = "lumina_ft/parallel/expert_parallel.py"
+EXPERT_LAYOUT = "lumina_ft/adapters/expert_layout.py"
+ZERO3 = "lumina_ft/parallel/zero3.py"
 
 GATE_TESTS = ("tests/parity/test_gate.py",)
 BACKBONE_TESTS = ("tests/parity/test_backbone.py",)
 FORWARD_TESTS = ("tests/parity/test_forward.py",)
 MASK_TESTS = ("tests/parity/test_attention_mask.py",)
+SHARED_EXPERTS_TESTS = ("tests/dist/test_expert_parallel.py",)
+EXPERT_ADAPTER_TESTS = ("tests/unit/adapters/test_expert_adapter.py",)
 
 
 class Fault(NamedTuple):
@@ -164,5 +170,57 @@ FAULTS = (
         "noise_ignores_the_seed",
         (("lumina_ft/data/draws.py", "key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)", "key = (0, 0)"),),
         ("tests/unit/data/test_noise.py",),
+    ),
+    Fault(
+        "expert_lora_unmarked",
+        (
+            (
+                EXPERTS,
+                "if self.expert_parallel is not None:",
+                'if self.expert_parallel is not None and "lora" not in name:',
+            ),
+        ),
+        SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "expert_lora_a_rank_major",
+        ((EXPERT_LAYOUT, "return a.reshape(-1, a.shape[2])", "return a.transpose(0, 1).reshape(-1, a.shape[2])"),),
+        EXPERT_ADAPTER_TESTS,
+    ),
+    Fault(
+        "expert_lora_b_expert_major",
+        ((EXPERT_LAYOUT, "return b.permute(1, 2, 0).reshape", "return b.permute(1, 0, 2).reshape"),),
+        EXPERT_ADAPTER_TESTS,
+    ),
+    Fault(
+        "experts_moved_by_one",
+        ((ZERO3, "value[experts.local(value.shape[0])]", "value.roll(1, 0)[experts.local(value.shape[0])]"),),
+        SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "bias_cast_by_zero_init",
+        ((ZERO3, "dtype=dtype, tensor_overrides=[])", "dtype=dtype)"),),
+        SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "exchange_splits_transposed",
+        (
+            (
+                EXPERT_PARALLEL,
+                "return _all_to_all(rows, send, receive, experts)",
+                "return _all_to_all(rows, receive, send, experts)",
+            ),
+        ),
+        SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "expert_gradients_averaged_over_replicas",
+        ((EXPERT_PARALLEL, '"autoep_expert"', '"replicated"'),),
+        SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "expert_gradients_averaged_over_all_ranks",
+        ((EXPERT_PARALLEL, "marked.allreduce = False", "marked.allreduce = True"),),
+        SHARED_EXPERTS_TESTS,
     ),
 )
