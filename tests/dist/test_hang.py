@@ -94,6 +94,7 @@ def check(ended: Ended, reason: str) -> None:
     assert (ended.run_dir / "hang").is_dir()
 
 
+@pytest.mark.slow
 def test_T14_a_rank_that_sleeps_inside_a_collective_is_named(work):
     ended = run_and_hang(work, "collective")
     check(ended, "held up on the way into collective")

@@ -426,7 +426,7 @@ def test_a_wrong_rank_shows_against_the_model(base, adapter):
 def test_a_model_without_experts_says_so(tmp_path):
     with torch.device("meta"):
         dense = U2ForDiffusion(small_config(num_hidden_layers=1))
-    with pytest.raises(ConfigError, match="'experts' — this model has no linear layer in that group"):
+    with pytest.raises(ConfigError, match="'experts' — this model has no routed experts"):
         plan_targets(dense, LoraConfig(targets=("experts",)))
     assert plan_targets(dense, LoraConfig(targets=("gate_proj",))), "nothing to confuse it with"
 
