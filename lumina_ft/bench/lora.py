@@ -21,13 +21,13 @@ from lumina_ft.adapters.peft_reference import with_peft_adapters
 from lumina_ft.errors import RunError
 from lumina_ft.models.experts import PROJECTIONS, PackedExperts
 from lumina_ft.models.u2_config import U2Config
+from lumina_ft.parallel.memory import anonymous_bytes, peak_anonymous_bytes
 
 logger = logging.getLogger(__name__)
 
 _AGREEMENT = 2e-2
 """Largest relative L2 difference of output and gradients: both sides round to bfloat16, in different places."""
 _SCALE = 2.0
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def measure(side: str, case: LoraCase, repeats: int, file: Path) -> Cost:
     topk_weight, topk_idx = torch.rand(case.tokens, case.experts, generator=gen).topk(case.top_k, dim=-1)
     x, upstream = torch.randn(2, case.tokens, case.hidden, generator=gen).bfloat16()
     x = x.clone().requires_grad_()
-    before = anonymous_memory()[0]
+    before = anonymous_bytes()
     times: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
         start = time.process_time()
@@ -161,7 +161,7 @@ def measure(side: str, case: LoraCase, repeats: int, file: Path) -> Cost:
         out.backward(upstream)
         times.append((middle - start, time.process_time() - middle))
         if len(times) == 1:
-            peak = anonymous_memory()[1]
+            peak = peak_anonymous_bytes()
             assert x.grad is not None
             save_file({"output": out.detach(), "grad x": x.grad, **gradients()}, file)
         x.grad = None
@@ -238,12 +238,3 @@ _SIDES: dict[str, Callable[..., tuple[Callable[..., Tensor], Gradients]]] = {
 def _grad(param: Tensor) -> Tensor:
     assert param.grad is not None
     return param.grad
-
-
-def anonymous_memory() -> tuple[int, int]:
-    """(now, peak) bytes of this process's own memory, without mapped files."""
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    now, peak, mapped, shared = (
-        int(fields[key].split()[0]) << 10 for key in ("RssAnon", "VmHWM", "RssFile", "RssShmem")
-    )
-    return now, peak - mapped - shared

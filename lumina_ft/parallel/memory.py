@@ -33,10 +33,23 @@ def anonymous_bytes() -> int:
     Raises:
         OSError: not on Linux.
     """
-    for line in _STATUS.read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no RssAnon")
+    return _status()["RssAnon"]
+
+
+def peak_anonymous_bytes() -> int:
+    """The most that it ever had, if it maps and shares as much as then.
+
+    Raises:
+        OSError: not on Linux.
+    """
+    status = _status()
+    return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+
+
+def _status() -> dict[str, int]:
+    """What the kernel says about this process's memory, in bytes."""
+    fields = (line.split() for line in _STATUS.read_text(encoding="ascii").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

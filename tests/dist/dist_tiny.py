@@ -52,6 +52,13 @@ def write_model_config(directory: Path) -> Path:
     return path
 
 
+def prepare(work: Path, *, samples: int, short: bool = False) -> Path:
+    """Write `tiny.json` and `data/`, all that a rank script needs."""
+    write_model_config(work)
+    write_dataset(work / "data", samples=samples, short=short)
+    return work
+
+
 def write_dataset(directory: Path, *, samples: int, seed: int = 0, short: bool = False, spec: TokenSpec = SPEC) -> Path:
     """Random samples of three tasks in turn, as `data build` would store them.
 

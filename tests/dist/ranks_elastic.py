@@ -24,10 +24,11 @@ from torch import Tensor
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import LuminaError
 from lumina_ft.models.moe import Router
-from lumina_ft.parallel.dist import init_distributed
+from lumina_ft.parallel.dist import World, init_distributed
 from lumina_ft.parallel.expert_parallel import ExpertParallel, join_experts
 from lumina_ft.train import loop, run
 from lumina_ft.train.balance import selection_biases
+from lumina_ft.train.start import Start
 
 torch.set_num_threads(1)
 world = init_distributed("elastic", 5.0)
@@ -70,8 +71,8 @@ def smallest_gap(scores: Tensor, router: Router) -> float:
     return min(float((values[:, count - 1] - values[:, count]).min()) for values, count in ranked)
 
 
-def watched_build(*args: Any, **kwargs: Any) -> loop.StageRun:
-    built.append(real_build(*args, **kwargs))
+def watched_build(cfg: RunConfig, stage_index: int, start: Start, ranks: World, run_dir: Path) -> loop.StageRun:
+    built.append(real_build(cfg, stage_index, start, ranks, run_dir))
     return built[-1]
 
 

@@ -76,8 +76,7 @@ class Elastic:
     def __init__(self, work: Path, **sections: object) -> None:
         self.work = work
         self.sections = sections
-        dist_tiny.write_model_config(work)
-        dist_tiny.write_dataset(work / "data", samples=SAMPLES, short=True)
+        dist_tiny.prepare(work, samples=SAMPLES, short=True)
         model = U2ForDiffusion(U2Config.load(work / "tiny.json"))
         model.init_weights_(SEED)
         for module in model.modules():
@@ -360,3 +359,4 @@ def test_uninterrupted_runs_agree_at_every_topology(every, topology):
     assert [r["tokens"] for r in ours] == [r["tokens"] for r in theirs]
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
     assert samples_of(every.path(topology), topology.ranks, range(EPOCH_STEPS)) == Counter(range(SAMPLES))
+    assert smallest_gap(every.path(topology), topology.ranks) > CLEAR_CHOICE

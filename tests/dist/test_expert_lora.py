@@ -15,8 +15,7 @@ from lumina_ft.train.objective import TERMS, supervised_counts
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("expert_lora")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=60)
+    dist_tiny.prepare(work, samples=60)
     launch_ranks("ranks_expert_lora.py", work)
     return work
 

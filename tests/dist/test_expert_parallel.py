@@ -18,8 +18,7 @@ up to 3.5e-3, as without shared experts."""
 
 
 def records_of(work: Path, part: str, ranks: int) -> list[dict]:
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=60)
+    dist_tiny.prepare(work, samples=60)
     launch_ranks("ranks_ep.py", work, part, ranks=ranks)
     return read_json(work / f"ep-{part}.json")
 

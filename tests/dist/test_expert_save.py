@@ -26,8 +26,7 @@ NAMES = [f"model.layers.{layer}.mlp.experts.{part}_proj" for layer in (1, 2) for
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("expert-save")
-    dist_tiny.write_model_config(folder)
-    dist_tiny.write_dataset(folder / "data", samples=30)
+    dist_tiny.prepare(folder, samples=30)
     launch_ranks("ranks_expert_save.py", folder)
     return folder
 

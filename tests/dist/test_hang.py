@@ -42,8 +42,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("hang")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=90)
+    dist_tiny.prepare(work, samples=90)
     return work
 
 

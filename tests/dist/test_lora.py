@@ -31,8 +31,7 @@ STAGES = [
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     work = tmp_path_factory.mktemp("lora")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=60)
+    dist_tiny.prepare(work, samples=60)
     launch_ranks("ranks_lora.py", work)
     return read_json(work / "lora.json")
 
@@ -80,8 +79,7 @@ class Runs:
     def __init__(self, work: Path) -> None:
         self.work = work
         self.jobs: list[dict] = []
-        dist_tiny.write_model_config(work)
-        dist_tiny.write_dataset(work / "data", samples=90)
+        dist_tiny.prepare(work, samples=90)
         model = U2ForDiffusion(U2Config.load(work / "tiny.json"))
         model.init_weights_(5)
         model.save_pretrained(work / "base")

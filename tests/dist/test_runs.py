@@ -36,8 +36,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     work = tmp_path_factory.mktemp("runs")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=90)
+    dist_tiny.prepare(work, samples=90)
     return Runs(work)
 
 

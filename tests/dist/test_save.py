@@ -13,8 +13,7 @@ PLAIN = ("3", "2", "0")
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict:
     work: Path = tmp_path_factory.mktemp("save")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=30)
+    dist_tiny.prepare(work, samples=30)
     launch_ranks("ranks_save.py", work)
     return read_json(work / "save.json")
 

@@ -14,8 +14,7 @@ ENGINES += [(3, "float32", "whole"), (3, "float32", "offload"), (2, "float32", "
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     work = tmp_path_factory.mktemp("zero")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=60)
+    dist_tiny.prepare(work, samples=60)
     launch_ranks("ranks_zero.py", work)
     return read_json(work / "zero.json")
 

@@ -18,8 +18,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import dist_tiny
 
     work = tmp_path_factory.mktemp("faults")
-    dist_tiny.write_model_config(work)
-    dist_tiny.write_dataset(work / "data", samples=90)
+    dist_tiny.prepare(work, samples=90)
     return work
 
 

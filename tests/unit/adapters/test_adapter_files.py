@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_fixtures import save_base, trained
+from lora_fixtures import trained
 from safetensors.torch import load_file, save_file
 
 from lumina_ft.adapters.files import read_adapter, write_adapter
@@ -19,11 +19,6 @@ from lumina_ft.models.u2 import U2ForDiffusion
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DENSE = "model.layers.0.attention.dense"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture

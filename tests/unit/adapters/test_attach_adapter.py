@@ -1,7 +1,6 @@
 """Adapters on a model, judged against PEFT's own loading and merging (D5)."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,11 +57,6 @@ EXPERTS = tuple(case for case in CASES if case.startswith("experts"))
 ROUNDING = 1e-6
 # PEFT says that it ignores patterns for parameters, and uses them.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -33,11 +33,6 @@ PATTERNS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("model") / "base")
-
-
 @pytest.fixture
 def adapter(base: Path, tmp_path: Path) -> Path:
     trained(base, tmp_path / "adapter", LoraConfig(rank=3, alpha=6, targets=("experts",)))

@@ -8,31 +8,18 @@ from typing import Any
 import pytest
 
 from lumina_ft.config.schema import RunConfig
-from lumina_ft.data.shards import make_meta, write_meta
 from lumina_ft.errors import ConfigError
 from lumina_ft.launch.checks import check_run
 from lumina_ft.launch.foreign import with_world_size
 from lumina_ft.launch.plan_view import print_run
 from lumina_ft.models.u2_config import SHIPPED_CONFIGS
-from lumina_ft.tokens import PUBLISHED_MEDIA_IDS, PUBLISHED_TEXT_IDS, TokenSpec
 
 Make = Callable[..., RunConfig]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path, dataset: Path) -> Make:
     """A run of `u2-tiny` (16 experts) on four ranks, with changes of its config.json and of sections of the run."""
-    (tmp_path / "data").mkdir()
-    meta = make_meta(
-        counts={"text": 1},
-        shards=(),
-        spec=TokenSpec(PUBLISHED_TEXT_IDS, PUBLISHED_MEDIA_IDS, 8),
-        tokenizer_identity="sha256:0",
-        codec=None,
-        system_prompts={},
-        block_tokens=32,
-    )
-    write_meta(tmp_path / "data", meta)
 
     def build(model: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
         config = json.loads((SHIPPED_CONFIGS / "u2-tiny.json").read_text())
@@ -43,7 +30,7 @@ def make(tmp_path: Path) -> Make:
             {
                 "output_dir": tmp_path / "out",
                 "model": {"config": str(tmp_path / "model.json"), "random_init": True, **own},
-                "data": {"path": tmp_path / "data"},
+                "data": {"path": dataset},
                 "train": {"packs_per_step": 24},
                 "parallel": {"ranks": 4, **sections.pop("parallel", {})},
                 "stages": stages,

@@ -6,28 +6,9 @@ from typing import Any
 import pytest
 
 from lumina_ft.config.schema import RunConfig, StageConfig
-from lumina_ft.data.shards import make_meta, write_meta
 from lumina_ft.errors import ConfigError
 from lumina_ft.launch.local import describe_stage
 from lumina_ft.launch.plan_view import describe_run, print_run
-from lumina_ft.tokens import PUBLISHED_MEDIA_IDS, PUBLISHED_TEXT_IDS, TokenSpec
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    meta = make_meta(
-        counts={"text": 1},
-        shards=(),
-        spec=TokenSpec(PUBLISHED_TEXT_IDS, PUBLISHED_MEDIA_IDS, 8),
-        tokenizer_identity="sha256:0",
-        codec=None,
-        system_prompts={},
-        block_tokens=32,
-    )
-    write_meta(folder, meta)
-    return folder
 
 
 def run_config(dataset: Path, **lora: Any) -> RunConfig:
