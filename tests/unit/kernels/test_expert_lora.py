@@ -12,13 +12,7 @@ from lumina_ft.kernels.moe.ref import expert_buckets, expert_loop
 SCALE = 0.7
 
 
-@pytest.fixture(autouse=True)
-def nan_filled_buffers():
-    """Uninitialised memory is NaN: a result read from it would show."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_filled_buffers")
 
 
 class Case:

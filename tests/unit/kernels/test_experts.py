@@ -18,13 +18,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nan_filled_buffers():
-    """Uninitialised memory is NaN: a result read from it would show."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("nan_filled_buffers")
 
 
 def make(tokens, hidden, width, experts, top_k, dtype=torch.float32):
