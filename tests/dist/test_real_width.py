@@ -68,7 +68,10 @@ def test_states_at_real_width_are_as_planned_to_the_byte(trained) -> None:
         assert measured["states"] == [[planned[name] for name in STATES]] * (STEPS - 1)
 
 
-def test_peak_at_real_width_is_near_its_estimate(trained) -> None:
+def test_peak_at_real_width_is_near_its_estimate(trained, record_property) -> None:
     (stage,) = trained[0]["memory"]["stages"]
+    record_property("estimate_bytes", stage["peak"]["total"])
+    record_property("peak_bytes", [measured["peak"] for measured in trained[1]])
+    record_property("losses", [record["loss"] for record in trained[2] if "loss" in record])
     for measured in trained[1]:
         assert 0.9 <= measured["peak"] / stage["peak"]["total"] <= 1.2, (measured["peaks"], stage["peak"])
