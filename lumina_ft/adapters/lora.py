@@ -29,6 +29,7 @@ from lumina_ft.config.lora_schema import LoraConfig
 from lumina_ft.errors import CheckpointError, nearest
 from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.groups import base_name, group_of, is_adapter_name
+from lumina_ft.models.loss_head import LossHead
 from lumina_ft.parallel.expert_parallel import gather_experts, sharing_of
 from lumina_ft.parallel.zero3 import full_shape, gathered, is_partitioned, reads_also, whole, write_tensor
 
@@ -227,6 +228,8 @@ def _inject_layers(model: nn.Module, targets: Sequence[Target], *, dropout: floa
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
+    from lumina_ft.adapters.adapted_head import AdaptedHead
+
     by_name = {target.module: target for target in targets}
     rank = Counter(target.rank for target in targets).most_common(1)[0][0]
     options: dict[str, Any] = {
@@ -239,7 +242,9 @@ def _inject_layers(model: nn.Module, targets: Sequence[Target], *, dropout: floa
         "lora_alpha": 1,
     }
     with torch.random.fork_rng(devices=[]):
-        inject_adapter_in_model(PeftLoraConfig(**options), model, adapter_name=ADAPTER_NAME)
+        config = PeftLoraConfig(**options)
+        config._register_custom_module({LossHead: AdaptedHead})
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
         layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
         assert set(layers) == set(by_name), f"PEFT chose {short_names(layers, layers)}"
         if targets[0].use_dora:
@@ -254,6 +259,8 @@ def _inject_layers(model: nn.Module, targets: Sequence[Target], *, dropout: floa
                     reads_also(layer.lora_magnitude_vector[ADAPTER_NAME], read)
     for name, layer in layers.items():
         layer.scaling[ADAPTER_NAME] = by_name[name].scale
+        if getattr(layer, "computes_loss", False) and is_partitioned(layer.base_layer.weight):
+            reads_also(layer.base_layer, (layer.lora_B[ADAPTER_NAME].weight,))
 
 
 def _continue(

@@ -20,7 +20,7 @@ from torch import Tensor
 from lumina_ft.adapters.peft_reference import with_peft_adapters
 from lumina_ft.errors import RunError
 from lumina_ft.models.experts import PROJECTIONS, PackedExperts
-from lumina_ft.models.u2_config import U2Config
+from lumina_ft.models.u2_config import U2Config, kernels_for
 from lumina_ft.parallel.memory import anonymous_bytes, peak_anonymous_bytes
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _layer(case: LoraCase) -> PackedExperts:
         num_key_value_heads=1,
     )
     with torch.device("meta"):
-        layer = PackedExperts(config, "torch", None)
+        layer = PackedExperts(config, kernels_for(config, "torch"), None)
     layer = layer.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
     gen = torch.Generator().manual_seed(case.seed)
     for weight in layer.parameters():

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 from lumina_ft.config.data_schema import BuildConfig
 from lumina_ft.config.fields import Section
 from lumina_ft.config.overrides import PARTIAL_SECTIONS, apply_overrides, dotted
+from lumina_ft.config.replaced import replacement
 from lumina_ft.config.schema import DataConfig, RunConfig
 from lumina_ft.config.yaml_file import Key, YamlFile, dump_yaml, read_yaml
 from lumina_ft.errors import ConfigError, nearest
@@ -114,7 +115,8 @@ def _describe(problem: ErrorDetails, schema: type[BaseModel], file: YamlFile, to
     kind = problem["type"]
     head = f"{where}: {dotted(key)} — " if key else f"{where} — "
     if kind == "extra_forbidden":
-        return f"{head}{_shown(problem['input'])} — unknown key{_key_suggestion(key, schema)}"
+        rule = replacement(key, problem["input"]) or f"unknown key{_key_suggestion(key, schema)}"
+        return f"{head}{_shown(problem['input'])} — {rule}"
     if kind == "missing":
         return f"{head}missing — required key; add it to the file or pass {dotted(key)}=VALUE"
     rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")

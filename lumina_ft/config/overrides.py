@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ruamel.yaml.error import YAMLError
 
 from lumina_ft.config.data_schema import CodecConfig
+from lumina_ft.config.replaced import replacement
 from lumina_ft.config.schema import DataConfig, StageConfig
 from lumina_ft.config.yaml_file import Key, parse_yaml, parse_yaml_strings
 from lumina_ft.errors import ConfigError, nearest
@@ -136,7 +137,8 @@ class _Cursor:
             return part, _mapped(self.annotation)
         if part not in section.model_fields:
             fix = nearest(part, section.model_fields) or f"; known: {', '.join(section.model_fields)}"
-            raise self._refuse(part, f"unknown key{fix}")
+            old = replacement((*self.key, part), self.override.partition("=")[2])
+            raise self._refuse(part, old or f"unknown key{fix}")
         return part, PARTIAL_SECTIONS.get((section, part)) or section.model_fields[part].annotation
 
     def _refuse(self, slot: str | int, rule: str) -> ConfigError:

@@ -26,10 +26,10 @@ class ModelConfig(Section):
     """Compute dtype. bfloat16 keeps fp32 master weights in the optimizer."""
     gradient_checkpointing: bool = True
     """Recompute decoder layers in backward: less memory, about a third more time."""
-    experts_impl: Literal["auto", "torch", "eager"] = "auto"
-    """Routed experts: `torch` is one grouped operation, `eager` a readable loop; `auto` says once what it chose."""
-    attention_impl: Literal["auto", "segmented", "dense"] = "auto"
-    """`segmented` costs the sum of squared sample lengths; `dense` builds the S x S mask (reference)."""
+    kernels: Literal["auto", "triton", "torch", "eager"] = "auto"
+    """Attention, routed experts and router: `triton` kernels (NVIDIA GPU), `torch` operations, or the readable
+    reference, `eager`. A name stands for all of them or is refused; `auto` takes the fastest that can run and says once
+    which. Text and image losses never hold all logits, except under `eager`."""
 
     @model_validator(mode="after")
     def _source(self) -> "ModelConfig":

@@ -8,13 +8,14 @@ from pathlib import Path
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError, LuminaError, nearest
 from lumina_ft.launch.expert_checks import bias_problems, expert_parallel_problems
+from lumina_ft.launch.kernel_checks import kernel_problems
 from lumina_ft.parallel.ds_config import ZeroSettings, read_ds_config, resolve_ds_config
 
 SHIPPED_MODEL_CONFIGS = Path(__file__).resolve().parent.parent / "models" / "configs"
 
 
 def check_run(cfg: RunConfig) -> None:
-    """Check paths, data sets, tasks, the DeepSpeed JSON and the experts' placement of a run, everything at once.
+    """Check paths, data sets, tasks, the DeepSpeed JSON, the experts' placement and the kernels, everything at once.
 
     Raises:
         ConfigError: one line per problem.
@@ -24,7 +25,7 @@ def check_run(cfg: RunConfig) -> None:
         _model_problems,
         _data_problems,
         _deepspeed_problems,
-        _expert_problems,
+        _model_use_problems,
     )
     problems = list(dict.fromkeys(problem for check in checks for problem in check(cfg)))
     if problems:
@@ -141,8 +142,9 @@ def _deepspeed_problems(cfg: RunConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _expert_problems(cfg: RunConfig) -> Iterator[str]:
+def _model_use_problems(cfg: RunConfig) -> Iterator[str]:
     # Where the model can't be read, that is said elsewhere.
     source = None if any(_model_problems(cfg)) else cfg.model.path or cfg.model.config
     yield from expert_parallel_problems(cfg, source)
     yield from bias_problems(cfg, source)
+    yield from kernel_problems(cfg, source, gpu=has_gpu())

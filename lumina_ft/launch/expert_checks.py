@@ -25,11 +25,6 @@ def expert_parallel_problems(cfg: RunConfig, model: Path | str | None) -> Iterat
         return
     if ranks % size:
         yield f"{SIZE_KEY} — {size} — must divide parallel.ranks={ranks} — use {sizes_text(ranks)}, or other ranks"
-    if cfg.model.experts_impl == "eager":
-        yield (
-            "model.experts_impl — eager — the reference loop needs every expert on its rank — use auto or torch, or "
-            f"{SIZE_KEY}: 1"
-        )
     try:
         if model is not None:
             yield from _model_problems(cfg, _load(model))
@@ -72,18 +67,6 @@ def _model_problems(cfg: RunConfig, config: "U2Config") -> Iterator[str]:
     if config.num_experts % size:
         fitting = sizes_text(math.gcd(cfg.parallel.ranks, config.num_experts))
         yield f"{SIZE_KEY} — {size} — must divide the model's num_experts={config.num_experts} — use {fitting}"
-    if cfg.model.experts_impl == "eager":
-        return
-    import torch
-
-    from lumina_ft.kernels import unsupported_reason
-
-    reason = unsupported_reason(config.hidden_size, config.moe_intermediate_size, getattr(torch, cfg.model.dtype))
-    if reason is not None:
-        yield (
-            f"model.experts_impl — {cfg.model.experts_impl} — {reason}, and the eager loop needs every expert on its "
-            f"rank — use {SIZE_KEY}: 1, or another model.dtype"
-        )
 
 
 def _load(source: Path | str) -> "U2Config":

@@ -3,23 +3,23 @@
 Shape legend: B rows, S tokens of a row, T = B * S.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lumina_ft.errors import DataError
-from lumina_ft.kernels import AttentionPlan, DensePlan, allowed_mask, plan_segments
+from lumina_ft.kernels import AttentionPlan, DensePlan, Kernels, allowed_mask, log_choice, plan_segments, plan_tiles
 from lumina_ft.models.inputs import ModelInputs, as_bool
-
-ATTENTION_IMPLS = ("auto", "segmented", "dense")
 
 
 def plan_attention(
-    inputs: ModelInputs, *, impl: str, allowed: Tensor | None, bounded: bool, dtype: torch.dtype
+    inputs: ModelInputs, *, kernels: Kernels, allowed: Tensor | None, bounded: bool, dtype: torch.dtype
 ) -> AttentionPlan:
     """The plan that all layers share.
 
     Args:
-        impl: one of ATTENTION_IMPLS. `segmented` is strict: it refuses what only the dense path could serve.
+        kernels: of the model; a strict choice refuses what only the dense path could serve.
         allowed: bool [S, S] or [B, S, S], replaces the packing rule.
         bounded: whether the caller gave cu_seqlens.
         dtype: of the activations.
@@ -28,22 +28,28 @@ def plan_attention(
         DataError: the inputs don't fit the implementation, or contradict each other.
     """
     if allowed is not None:
-        if impl == "segmented":
+        if kernels.strict:
             raise DataError(
-                "allowed — an explicit mask — model.attention_impl=segmented serves the packing rule only — "
-                "drop the mask or use attention_impl=auto"
+                f"allowed — an explicit mask — model.kernels={kernels.choice} serves the packing rule only — "
+                "drop the mask, or use model.kernels: auto"
             )
         if bounded:
             raise DataError("allowed — given with cu_seqlens — the mask replaces the packing rule — pass only one")
+        if kernels.choice == "auto":
+            log_choice("eager for attention under an explicit mask")
         return DensePlan(_explicit_mask(allowed, inputs))
-    if impl == "segmented" and not bounded:
+    if kernels.strict and not bounded:
         raise DataError(
-            "cu_seqlens — missing — model.attention_impl=segmented needs sample bounds — "
+            f"cu_seqlens — missing — model.kernels={kernels.choice} needs sample bounds — "
             f"pass [0, {inputs.tokens}] for a single sample"
         )
-    if impl == "dense":
+    kind = kernels.on(inputs.type_ids.device, dtype).attention
+    if kind == "dense":
         return DensePlan(_packing_mask(inputs))
-    return plan_segments(
+    plan = plan_segments
+    if kind == "tiled":
+        plan = partial(plan_tiles, head_dim=kernels.head_dim, heads_per_key=kernels.heads_per_key)
+    return plan(
         inputs.starts,
         inputs.lengths,
         type_ids=inputs.type_ids,

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from lumina_ft.errors import ConfigError
 from lumina_ft.kernels import (
     Experts,
+    Kernels,
     Lora,
     Projection,
-    choose_experts,
+    RowsFunction,
     combine,
     dispatch,
     draw_key,
-    grouped_mlp,
     permute,
     plan_experts,
     row_keys,
@@ -55,18 +55,18 @@ class PackedExperts(nn.Module):
         lora: adapters by projection.
 
     Args:
-        impl: see `kernels.choose_experts`.
+        kernels: how they run.
         expert_parallel: ranks that share the layer's experts; None: all are here.
 
     Raises:
         ConfigError: the experts can't be shared evenly.
     """
 
-    def __init__(self, config: U2Config, impl: str, expert_parallel: ExpertParallel | None) -> None:
+    def __init__(self, config: U2Config, kernels: Kernels, expert_parallel: ExpertParallel | None) -> None:
         super().__init__()
         self.num_experts, self.expert_parallel = config.num_experts, expert_parallel
         self.sizes = (config.hidden_size, config.moe_intermediate_size)
-        self.impl = impl
+        self.kernels = kernels
         self.lora: dict[str, ExpertLora] = {}
         ranks = 1 if expert_parallel is None else expert_parallel.size
         if self.num_experts % ranks:
@@ -122,23 +122,31 @@ class PackedExperts(nn.Module):
             [T, H].
         """
         weights, ranks = self._weights(), self.expert_parallel
-        run = choose_experts(self.impl, *self.sizes, weights.gate.weight.dtype, shared=ranks is not None)
+        operations = self.kernels.on(x.device, weights.gate.weight.dtype)
         keys = None
         if self.training and any(lora.dropout for lora in self.lora.values()):
             keys = row_keys(draw_key(), topk_idx.shape[0], topk_idx.shape[1], x.device)
         if ranks is None:
-            return run(x, weights, topk_idx, topk_weight, keys)
-        return _exchanged(x, weights, topk_idx, topk_weight, keys, ranks)
+            return operations.experts(x, weights, topk_idx, topk_weight, keys)
+        assert operations.rows is not None
+        return _exchanged(x, weights, topk_idx, topk_weight, keys, ranks, operations.rows)
 
 
 def _exchanged(
-    x: Tensor, weights: Experts, topk_idx: Tensor, topk_weight: Tensor, keys: Tensor | None, ranks: ExpertParallel
+    x: Tensor,
+    weights: Experts,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
+    keys: Tensor | None,
+    ranks: ExpertParallel,
+    run: RowsFunction,
 ) -> Tensor:
     """The weighted sum, each row computed on the rank that holds its expert.
 
     Args:
         weights: of the experts held here.
-        x, topk_idx, topk_weight, keys: see `kernels.ExpertsFunction`.
+        x, topk_idx, topk_weight, keys: see `choice.ExpertsFunction`.
+        run: computes the rows that have arrived.
     """
     held = weights.gate.weight.shape[0]
     plan = plan_experts(topk_idx, held * ranks.size)
@@ -155,5 +163,5 @@ def _exchanged(
 
     own_keys = None if keys is None else arrive(sort_slots(keys, plan))
     row_weight = arrive(sort_slots(topk_weight, plan))
-    out = grouped_mlp(arrive(dispatch(x, plan)), weights, row_weight, local.offsets, own_keys)
+    out = run(arrive(dispatch(x, plan)), weights, row_weight, local.offsets, own_keys)
     return combine(exchange_rows(permute(out, local.inverse, local.order), receive, send, ranks), plan, x.shape[0])

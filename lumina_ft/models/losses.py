@@ -7,7 +7,6 @@ L MoE layers, E experts.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lumina_ft.batch import LossSum
@@ -117,18 +116,6 @@ def _check_labels(flat: Tensor, text: Tensor, image: Tensor, inputs: ModelInputs
         if wrong:
             token = int(mask.nonzero()[0])
             raise DataError(f"labels — {flat[token].tolist()} at {inputs.where(token)} — {message}")
-
-
-def cross_entropy_sum(logits: Tensor, targets: Tensor, rows: RowSet) -> LossSum:
-    """Sum of cross-entropies in nats; a stand-in row counts 0 but keeps its gradient path.
-
-    Args:
-        logits: [m, V] or [n, C, K] float; computed in float32.
-        targets: [m] or [n, C] int64.
-    """
-    total = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="sum") * rows.weight
-    positions = rows.count * (targets.numel() // targets.shape[0])
-    return LossSum(total, torch.tensor(positions, device=logits.device))
 
 
 def count_experts(topk_idx: list[Tensor], counted: Tensor, num_experts: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lumina_ft.kernels import Routing, route
+from lumina_ft.kernels import Kernels, Routing
 from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.parallel.expert_parallel import ExpertParallel
@@ -52,8 +52,9 @@ class Router(nn.Module):
 
     expert_bias: Tensor
 
-    def __init__(self, config: U2Config) -> None:
+    def __init__(self, config: U2Config, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
         self.use_bias = config.moe_router_enable_expert_bias
@@ -70,7 +71,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x: [T, H]."""
-        return route(
+        return self.kernels.on(x.device, x.dtype).route(
             x,
             self.weight,
             self.expert_bias if self.use_bias else None,
@@ -84,10 +85,10 @@ class Router(nn.Module):
 class MoEBlock(nn.Module):
     """Routed experts plus the always-on shared expert."""
 
-    def __init__(self, config: U2Config, experts_impl: str, expert_parallel: ExpertParallel | None) -> None:
+    def __init__(self, config: U2Config, kernels: Kernels, expert_parallel: ExpertParallel | None) -> None:
         super().__init__()
-        self.gate = Router(config)
-        self.experts = PackedExperts(config, experts_impl, expert_parallel)
+        self.gate = Router(config, kernels)
+        self.experts = PackedExperts(config, kernels, expert_parallel)
         if config.num_shared_experts is None:
             self.shared_experts = None
         else:

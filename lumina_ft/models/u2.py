@@ -5,7 +5,7 @@ layers, m supervised text tokens, n supervised image positions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +17,19 @@ from transformers.utils.generic import ModelOutput
 
 from lumina_ft.batch import LossSum
 from lumina_ft.errors import ConfigError
-from lumina_ft.models.attention_plan import ATTENTION_IMPLS, plan_attention
+from lumina_ft.kernels import LinearLoss, all_finite, loss_of_logits
+from lumina_ft.models.attention_plan import plan_attention
 from lumina_ft.models.experts import PackedExperts
 from lumina_ft.models.init import initial_values
 from lumina_ft.models.inputs import ModelInputs, normalise_inputs
-from lumina_ft.models.losses import balance_loss, count_experts, cross_entropy_sum, normalise_labels
+from lumina_ft.models.loss_head import LossHead
+from lumina_ft.models.losses import RowSet, balance_loss, count_experts, normalise_labels
+from lumina_ft.models.moe import Router
 from lumina_ft.models.u2_backbone import U2Backbone
-from lumina_ft.models.u2_config import U2Config
+from lumina_ft.models.u2_config import U2Config, kernels_for
 from lumina_ft.models.u2_heads import CodebookHead
 from lumina_ft.parallel.expert_parallel import ExpertParallel
 from lumina_ft.parallel.zero3 import full_shape, write_tensor
-
-EXPERTS_IMPLS = ("auto", "torch", "eager")
 
 
 @dataclass
@@ -66,9 +67,8 @@ class U2ForDiffusion(PreTrainedModel):
 
     Args:
         config: sizes.
-        attention_impl: `segmented` never runs anything else and refuses inputs it can't serve; `dense` is the
-            reference; `auto` is segmented unless an explicit mask is given.
-        experts_impl: see `kernels.choose_experts`.
+        kernels: `triton` and `torch` run nothing else and refuse inputs that they can't serve; `eager` is the
+            reference; `auto` takes the fastest that can run, and the reference under an explicit mask.
         expert_parallel: ranks that share the routed experts; this one then holds its own experts only.
     """
 
@@ -86,21 +86,20 @@ class U2ForDiffusion(PreTrainedModel):
         self,
         config: U2Config,
         *,
-        attention_impl: str = "auto",
-        experts_impl: str = "auto",
+        kernels: str = "auto",
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__(config)
+        self.kernels = kernels_for(config, kernels, spread=expert_parallel is not None)
         with no_init_weights():
-            self.model = U2Backbone(config, experts_impl, expert_parallel)
-            self.lm_head = nn.Linear(config.hidden_size, config.text_rows or 0, bias=False)
+            self.model = U2Backbone(config, self.kernels, expert_parallel)
+            self.lm_head = LossHead(config.hidden_size, config.text_rows or 0)
             if config.num_codebooks is not None:
                 self.lm_img_head = nn.ModuleList(
-                    nn.Linear(config.hidden_size, config.image_head_classes, bias=False)
-                    for _ in range(config.num_codebooks)
+                    LossHead(config.hidden_size, config.image_head_classes) for _ in range(config.num_codebooks)
                 )
                 self.multi_codebook_head = CodebookHead(config)
-        self.set_implementations(attention=attention_impl, experts=experts_impl)
+        self.set_kernels(kernels)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -123,24 +122,18 @@ class U2ForDiffusion(PreTrainedModel):
         for name, value in values:
             writer(named[name], value)
 
-    def set_implementations(self, *, attention: str | None = None, experts: str | None = None) -> None:
-        """Choose implementations after construction.
+    def set_kernels(self, choice: str) -> None:
+        """Choose kernels after construction.
 
         Raises:
             ConfigError: unknown name.
         """
-        for key, value, known in (
-            ("attention_impl", attention, ATTENTION_IMPLS),
-            ("experts_impl", experts, EXPERTS_IMPLS),
-        ):
-            if value is not None and value not in known:
-                raise ConfigError(f"model.{key} — {value!r} — must be one of {', '.join(known)} — use auto")
-        if attention is not None:
-            self.attention_impl = attention
-        if experts is not None:
-            for module in self.modules():
-                if isinstance(module, PackedExperts):
-                    module.impl = experts
+        self.kernels = replace(self.kernels, choice=choice)
+        for module in self.modules():
+            if isinstance(module, (Router, PackedExperts)):
+                module.kernels = self.kernels
+            elif isinstance(module, LossHead):
+                module.impl = choice
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute decoder layers and codebook blocks in backward, without reentrance.
@@ -233,12 +226,12 @@ class U2ForDiffusion(PreTrainedModel):
     ) -> U2Output:
         embedded = self.model.embed(inputs.input_ids, inputs.is_media)
         plan = plan_attention(
-            inputs, impl=self.attention_impl, allowed=allowed, bounded=bounded, dtype=embedded.hidden.dtype
+            inputs, kernels=self.kernels, allowed=allowed, bounded=bounded, dtype=embedded.hidden.dtype
         )
         backbone = self.model(embedded.hidden, inputs.position_ids, plan)
-        finite = {"embeddings": _finite(embedded.hidden), "backbone": _finite(backbone.hidden)}
+        finite = {"embeddings": all_finite(embedded.hidden), "backbone": all_finite(backbone.hidden)}
         if embedded.media is not None:
-            finite["embeddings.image"] = _finite(embedded.media)
+            finite["embeddings.image"] = all_finite(embedded.media)
         out = U2Output(
             hidden=backbone.hidden,
             router_logits=backbone.router_logits,
@@ -257,20 +250,27 @@ class U2ForDiffusion(PreTrainedModel):
         """Run the heads on supervised rows and fill the loss fields of `out`."""
         assert out.hidden is not None and out.router_logits is not None and out.router_topk is not None
         targets = normalise_labels(labels, inputs, self.config)
-        logits = self.text_logits(out.hidden.index_select(0, targets.text.rows))
-        finite["logits.text"] = _finite(logits)
-        losses = {"text": cross_entropy_sum(logits, targets.text_ids, targets.text)}
+        rows = out.hidden.index_select(0, targets.text.rows)
         if return_logits:
+            logits = self.text_logits(rows)
+            text = loss_of_logits(logits, targets.text_ids)
             out.logits_text = logits[: targets.text.count]
             out.targets_text = targets.text_ids[: targets.text.count]
+        else:
+            text = _head_loss(self.lm_head, rows, targets.text_ids)
+        finite["logits.text"] = text.finite
+        losses = {"text": _loss_sum(text, targets.text_ids, targets.text)}
         if self.config.has_image:
             states = self.image_states(out.hidden.index_select(0, targets.image.rows), targets.image_codes)
-            logits = self._image_head(states)
-            finite["codebook_head"], finite["logits.image"] = _finite(states), _finite(logits)
-            losses["image"] = cross_entropy_sum(logits, targets.image_codes, targets.image)
             if return_logits:
+                logits = self._image_head(states)
+                image = loss_of_logits(logits, targets.image_codes)
                 out.logits_image = logits[: targets.image.count]
                 out.targets_image = targets.image_codes[: targets.image.count]
+            else:
+                image = self._image_loss(states, targets.image_codes)
+            finite["codebook_head"], finite["logits.image"] = all_finite(states), image.finite
+            losses["image"] = _loss_sum(image, targets.image_codes, targets.image)
         counted = torch.ones_like(inputs.valid) if self.balance_over_padding else inputs.valid
         losses["balance"] = balance_loss(out.router_logits, out.router_topk, counted)
         out.losses = losses
@@ -314,6 +314,12 @@ class U2ForDiffusion(PreTrainedModel):
     def _image_head(self, states: Tensor) -> Tensor:
         return torch.stack([head(states[:, k]) for k, head in enumerate(self.lm_img_head)], dim=1)
 
+    def _image_loss(self, states: Tensor, codes: Tensor) -> LinearLoss:
+        """Loss of all codebooks. states: [n, C, H]; codes: [n, C] int64."""
+        parts = zip(self.lm_img_head, states.unbind(1), codes.unbind(1), strict=True)
+        totals, finite = zip(*(_head_loss(*part) for part in parts), strict=True)
+        return LinearLoss(torch.stack(totals).sum(), torch.stack(finite).all())
+
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
@@ -347,6 +353,22 @@ class U2ForDiffusion(PreTrainedModel):
         )
 
 
-def _finite(x: Tensor) -> Tensor:
-    """0-dim bool, without a host read. A sum is non-finite if any entry is; it can't overflow from sane values."""
-    return x.detach().sum(dtype=torch.float32).isfinite()
+def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> LinearLoss:
+    """Loss of one head. A head that PEFT itself has adapted knows logits only.
+
+    Args:
+        hidden: [m, H]. targets: [m] int64.
+    """
+    if getattr(head, "computes_loss", False):
+        return head(hidden, targets)
+    return loss_of_logits(head(hidden), targets)
+
+
+def _loss_sum(loss: LinearLoss, targets: Tensor, rows: RowSet) -> LossSum:
+    """A stand-in row counts 0 but keeps its gradient path.
+
+    Args:
+        targets: [m] or [n, C] int64.
+    """
+    positions = rows.count * (targets.numel() // targets.shape[0])
+    return LossSum(loss.total * rows.weight, torch.tensor(positions, device=targets.device))

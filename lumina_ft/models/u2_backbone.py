@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lumina_ft.kernels import AttentionPlan
+from lumina_ft.kernels import AttentionPlan, Kernels
 from lumina_ft.models.attention import Attention, RMSNorm, Rotary, rotary_tables
 from lumina_ft.models.losses import RowSet
 from lumina_ft.models.moe import MLP, MoEBlock
@@ -20,7 +20,7 @@ from lumina_ft.parallel.expert_parallel import ExpertParallel
 class DecoderLayer(nn.Module):
     """Pre-norm block: h += Attn(RMS(h)); h += MLP(RMS(h))."""
 
-    def __init__(self, config: U2Config, index: int, experts_impl: str, expert_parallel: ExpertParallel | None) -> None:
+    def __init__(self, config: U2Config, index: int, kernels: Kernels, expert_parallel: ExpertParallel | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config)
@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         if index < config.first_k_dense_replace:
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
         else:
-            self.mlp = MoEBlock(config, experts_impl, expert_parallel)
+            self.mlp = MoEBlock(config, kernels, expert_parallel)
 
     def forward(
         self, hidden: Tensor, rotary: Rotary, plan: AttentionPlan
@@ -60,7 +60,7 @@ class Embedded(NamedTuple):
 class U2Backbone(nn.Module):
     """Everything named `model.*` in checkpoints."""
 
-    def __init__(self, config: U2Config, experts_impl: str, expert_parallel: ExpertParallel | None) -> None:
+    def __init__(self, config: U2Config, kernels: Kernels, expert_parallel: ExpertParallel | None) -> None:
         super().__init__()
         assert config.text_rows is not None
         self.config = config
@@ -74,7 +74,7 @@ class U2Backbone(nn.Module):
                 config.hidden_size * config.num_codebooks, config.hidden_size, bias=False
             )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, experts_impl, expert_parallel) for i in range(config.num_hidden_layers)
+            DecoderLayer(config, i, kernels, expert_parallel) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.checkpoint_layers = False

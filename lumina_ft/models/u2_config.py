@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from lumina_ft.data.token_spec import model_table
 from lumina_ft.errors import ConfigError, nearest
+from lumina_ft.kernels import Kernels
 from lumina_ft.tokens import TokenSpec
 
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
@@ -231,6 +232,27 @@ class U2Config(PretrainedConfig):
                     f"codebook_size — {self.codebook_size} — must equal image_head_classes={self.image_head_classes} — "
                     "set both or remove codebook_size"
                 )
+
+
+def kernels_for(config: U2Config, choice: str = "auto", *, spread: bool = False) -> Kernels:
+    """What a model of this configuration asks of its kernels.
+
+    Args:
+        choice: `model.kernels`. spread: whether ranks share the routed experts.
+
+    Raises:
+        ConfigError: an unknown choice.
+    """
+    assert config.head_dim is not None
+    return Kernels(
+        choice,
+        hidden_size=config.hidden_size,
+        expert_size=config.moe_intermediate_size,
+        num_experts=config.num_experts if config.num_moe_layers else 0,
+        head_dim=config.head_dim,
+        heads_per_key=config.num_attention_heads // config.num_key_value_heads,
+        spread=spread,
+    )
 
 
 def _resolve(source: str) -> Path:

@@ -10,6 +10,7 @@ statistics, low-rank products, masks) are left out.
 from typing import NamedTuple
 
 from lumina_ft.batch import Batch
+from lumina_ft.kernels import CHUNK_BYTES, chunk_rows
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.models.u2_heads import MLP_RATIO
 
@@ -100,18 +101,35 @@ def _moe(config: U2Config, load: Workload, width: int, spread: bool) -> tuple[in
     return kept, wide * rows * hidden * width + 2 * rows * inner * (FP32 + width)
 
 
-def text_tape(config: U2Config, load: Workload, width: int) -> Tape:
-    """Text head and loss: logits, log-probabilities in fp32; in backward, gradients of both."""
-    logits = load.text * (config.text_rows or 0)
-    rows = load.text * config.hidden_size * width
-    return Tape(logits * FP32 + rows, logits * (2 * FP32 + width))
+def text_tape(config: U2Config, load: Workload, width: int, *, chunked: bool, trained: bool) -> Tape:
+    """Text head and loss.
+
+    Args:
+        chunked: `model.kernels` isn't `eager`. trained: the head's weight.
+    """
+    classes = config.text_rows or 0
+    loss = _loss_tape(load.text, classes, config.hidden_size * classes, width, chunked=chunked, trained=trained)
+    return Tape(loss.kept + load.text * config.hidden_size * width, loss.working)
 
 
-def image_tape(config: U2Config, load: Workload, width: int, *, recomputed: bool) -> Tape:
+def _loss_tape(rows: int, classes: int, weight: int, width: int, *, chunked: bool, trained: bool) -> Tape:
+    """Logits and log-probabilities in fp32; in backward, gradients of both. Several chunks keep none of these.
+
+    Args:
+        weight: elements of the head's weight, whose gradient several chunks sum in fp32.
+    """
+    chunk = chunk_rows(classes, CHUNK_BYTES) if chunked else rows
+    if rows <= chunk:
+        return Tape(rows * classes * FP32, rows * classes * (2 * FP32 + width))
+    return Tape(0, chunk * classes * 2 * FP32 + (weight * FP32 if trained else 0))
+
+
+def image_tape(config: U2Config, load: Workload, width: int, *, recomputed: bool, chunked: bool, trained: bool) -> Tape:
     """Codebook head, image heads and loss.
 
     Args:
         recomputed: gradient checkpointing keeps the blocks' inputs only.
+        chunked: the heads run one after the other, see `text_tape`. trained: their weights.
     """
     if not config.has_image:
         return Tape(0, 0)
@@ -119,6 +137,8 @@ def image_tape(config: U2Config, load: Workload, width: int, *, recomputed: bool
     rows = codes * config.hidden_size * width
     # Modulation (6), two norms and their modulated outputs (8), attention (7), MLP (2 x ratio + 2), residual sums (4).
     block = (6 + 8 + 7 + 2 * MLP_RATIO + 2 + 4) * rows
-    logits = codes * config.image_head_classes
-    kept = logits * FP32 + 6 * rows + config.ar_head_depth * (2 * rows if recomputed else block)
-    return Tape(kept, logits * (2 * FP32 + width) + block * (2 if recomputed else 1))
+    heads = config.id_columns if chunked else 1
+    weight = config.hidden_size * config.image_head_classes
+    loss = _loss_tape(codes // heads, config.image_head_classes, weight, width, chunked=chunked, trained=trained)
+    kept = heads * loss.kept + 6 * rows + config.ar_head_depth * (2 * rows if recomputed else block)
+    return Tape(kept, loss.working + block * (2 if recomputed else 1))

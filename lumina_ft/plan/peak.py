@@ -14,7 +14,7 @@ taken as balanced), fragmentation, saving (a whole tensor at a time), and packs 
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from lumina_ft.config.schema import RunConfig
@@ -31,6 +31,8 @@ _REUSE_DISTANCE = 1_000_000_000
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEADS = ("lm_head", "image")
 _BLOCK = ".channel_blocks."
+_LOSS_HEADS = ("lm_head.", "lm_img_head.")
+"""Their losses save the parameters themselves, not views that would outlive the gathered weight."""
 _TABLE = "_embeddings."
 """Embedding tables; of those autograd saves the rows' numbers."""
 
@@ -135,8 +137,9 @@ def _passes(
     """Every moment of forward and backward."""
     width = WIDTHS[cfg.model.dtype]
     turns = _turns(states, recomputed=cfg.model.gradient_checkpointing)
-    points = _gather_points(states, turns, width)
-    tapes = _tapes(cfg, config, load, width)
+    chunked = cfg.model.kernels != "eager"
+    points = _gather_points(states, turns, width, chunked=chunked)
+    tapes = _tapes(cfg, config, load, width, chunked=chunked, trained=states.plan.lr)
     kept = dict.fromkeys(tapes, 0)
     left = Counter(turn.part for turn in turns if turn.backward)
     reducing = _reducing(states, width)
@@ -154,7 +157,14 @@ def _passes(
     return peaks
 
 
-def _tapes(cfg: RunConfig, config: U2Config, load: Workload, width: int) -> dict[str, Tape]:
+def _tapes(
+    cfg: RunConfig, config: U2Config, load: Workload, width: int, *, chunked: bool, trained: Collection[str]
+) -> dict[str, Tape]:
+    """Parts of the model by name.
+
+    Args:
+        chunked: heads compute their losses themselves. trained: groups.
+    """
     recomputed = cfg.model.gradient_checkpointing
     tapes = {"embeddings": embedding_tape(config, load, width)}
     for number in range(config.num_hidden_layers):
@@ -167,8 +177,9 @@ def _tapes(cfg: RunConfig, config: U2Config, load: Workload, width: int) -> dict
             recomputed=recomputed,
         )
     tapes["norm"] = Tape(load.tokens * config.hidden_size * (FP32_BYTES + 2 * width), 0)
-    tapes["lm_head"] = text_tape(config, load, width)
-    tapes["image"] = image_tape(config, load, width, recomputed=recomputed)
+    tapes["lm_head"] = text_tape(config, load, width, chunked=chunked, trained="lm_head" in trained)
+    images = "image_heads" in trained
+    tapes["image"] = image_tape(config, load, width, recomputed=recomputed, chunked=chunked, trained=images)
     return tapes
 
 
@@ -218,7 +229,7 @@ def _turns(states: StageStates, *, recomputed: bool) -> list[_Turn]:
     return turns
 
 
-def _gather_points(states: StageStates, turns: Sequence[_Turn], width: int) -> list[GatherPoint]:
+def _gather_points(states: StageStates, turns: Sequence[_Turn], width: int, *, chunked: bool) -> list[GatherPoint]:
     block: dict[str, Any] = states.ds_config["zero_optimization"]
     if block["stage"] != 3:
         return [GatherPoint(0, 0)] * len(turns)
@@ -229,6 +240,8 @@ def _gather_points(states: StageStates, turns: Sequence[_Turn], width: int) -> l
     }
     distance = int(block.get("stage3_max_reuse_distance", _REUSE_DISTANCE))
     linear = {p.info.name for p in states.params if p.info.name.endswith(".weight") and len(p.info.shape) == 2}
+    if chunked:
+        linear = {name for name in linear if not name.startswith(_LOSS_HEADS)}
     reads = []
     for turn in turns:
         saved = tuple(name for name in turn.names if name in linear and _TABLE not in name)

@@ -202,10 +202,11 @@ def build_model(
     with init_context(ds_config, getattr(torch, cfg.dtype)), no_init_weights():
         model = U2ForDiffusion(
             model_config,
-            attention_impl=cfg.attention_impl,
-            experts_impl=cfg.experts_impl,
+            kernels=cfg.kernels,
             expert_parallel=experts,
         )
+    # A choice that can't run here ends the run before weights are read.
+    model.kernels.on(world.device, getattr(torch, cfg.dtype))
     place_buffers(model, world.device)
     if weights is not None:
         load_weights(model, weights, fill=world.progress.marking(LOAD, fill_tensor))

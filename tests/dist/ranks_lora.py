@@ -1,6 +1,7 @@
-"""Rank script: adapters in engines of every ZeRO stage, against one process. Argument: the work directory.
+"""Rank script: adapters in engines of every ZeRO stage, against one process.
 
-Writes `lora.json` on rank 0: one record per case, which `test_lora.py` judges.
+Arguments: the work directory, and which cases: `core` or `rest`. Writes `lora-PART.json` on rank 0: one record per
+case, which `test_lora.py` judges.
 """
 
 import json
@@ -33,7 +34,7 @@ from lumina_ft.train.optim import build_optimizer
 from lumina_ft.train.participation import check_participation, watched_forward
 from lumina_ft.train.run import build_model
 
-WORK = Path(sys.argv[1])
+WORK, PART = Path(sys.argv[1]), sys.argv[2]
 WEIGHTS = LossConfig()
 OPTIM = OptimConfig(lr=1e-2, max_grad_norm=1.0)
 CONFIG = U2Config.load(WORK / "tiny.json")
@@ -190,17 +191,31 @@ def stored(name: str, zero: int) -> dict:
     return {"case": "stored", "name": name, "zero": zero, "same": same, "dtype": str(pairs[next(iter(pairs))].a.dtype)}
 
 
+PARITY = {
+    "core": (
+        ("plain", 0),
+        ("plain", 3),
+        ("dora", 3),
+        ("pissa", 2),
+        ("dropout", 2),
+        ("dora_dropout", 3),
+        ("beside", 3),
+    ),
+    "rest": (("plain", 2), ("dora", 2), ("pissa", 3), ("dropout", 3), ("dora_dropout", 2), ("beside", 2)),
+}
+STORED = {"core": "dora", "rest": "pissa"}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     if WORLD.is_main:
         write_base()
     WORLD.barrier()
-    records = [parity("plain", 0)]
-    records += [parity(name, zero) for name in CASES for zero in (2, 3)]
-    records += [stored(name, zero) for name in ("dora", "pissa") for zero in (2, 3)]
+    records = [parity(name, zero) for name, zero in PARITY[PART]]
+    records += [stored(STORED[PART], zero) for zero in (2, 3)]
     if WORLD.is_main:
-        (WORK / "lora.json").write_text(json.dumps(records))
+        (WORK / f"lora-{PART}.json").write_text(json.dumps(records))
 
 
 main()

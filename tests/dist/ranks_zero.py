@@ -1,6 +1,7 @@
-"""Rank script: engines of every ZeRO stage against one process on the same packs. Argument: the work directory.
+"""Rank script: engines of every ZeRO stage against one process on the same packs.
 
-Writes `zero.json` on rank 0: one record per case, which `test_zero.py` judges.
+Arguments: the work directory, and which cases: `core` or `rest`. Writes `zero-PART.json` on rank 0: one record per
+case, which `test_zero.py` judges.
 """
 
 import json
@@ -26,6 +27,7 @@ from dist_engines import (
 from lumina_ft.batch import Batch
 from lumina_ft.config.schema import ModelConfig, OptimConfig
 from lumina_ft.errors import RunError
+from lumina_ft.kernels import LinearLoss
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.parallel.dist import init_distributed
 from lumina_ft.parallel.ds_config import ZeroSettings, resolve_ds_config
@@ -37,7 +39,7 @@ from lumina_ft.train.optim import build_optimizer
 from lumina_ft.train.participation import check_participation, watched_forward
 from lumina_ft.train.run import build_model
 
-WORK = Path(sys.argv[1])
+WORK, PART = Path(sys.argv[1]), sys.argv[2]
 CLIP = 0.05
 OPTIM = OptimConfig(lr=1e-2, max_grad_norm=CLIP, weight_decay=0.1)
 CONFIG = U2Config.load(WORK / "tiny.json")
@@ -154,8 +156,8 @@ def participation(zero: int, fault: str) -> dict:
     if WORLD.rank == 0 and fault == "skip":
         model.image_states = lambda hidden, codes: hidden.new_zeros(codes.shape[0], codes.shape[1], 32)
     elif WORLD.rank == 0:
-        head = model._image_head
-        model._image_head = lambda states: head(states).detach()
+        loss = model._image_loss
+        model._image_loss = lambda states, codes: LinearLoss(*(t.detach() for t in loss(states, codes)))
     message = ""
     try:
         with watched_forward(model, WORLD):
@@ -166,25 +168,38 @@ def participation(zero: int, fault: str) -> dict:
     return {"case": "participation", "zero": zero, "fault": fault, "message": message}
 
 
+def of_stage(zero: int) -> list[dict]:
+    records = [
+        parity("mixed", zero, MIXED, frozen=set(), checkpointing=zero in (2, 3)),
+        parity("split", zero, SPLIT, frozen=set()),
+        parity("frozen", zero, MIXED, frozen=FROZEN, checkpointing=True),
+    ]
+    return records + [idle_decay(zero, dtype) for dtype in ("float32", "bfloat16")]
+
+
+def core() -> list[dict]:
+    records = of_stage(2) + of_stage(3)
+    records.append(parity("whole", 3, MIXED, frozen=set(), checkpointing=True, layout="whole"))
+    records += continued(2, "bfloat16") + continued(3, "float32") + continued(3, "float32", "offload")
+    near_ties = choose_near_ties(partial(build, 3, "bfloat16", frozen=FROZEN), MIXED[0], WORK / "biased", CONFIG, WORLD)
+    records.append({"case": "buffers", **near_ties})
+    return records + [participation(zero, fault) for zero in (2, 3) for fault in ("skip", "detach")]
+
+
+def rest() -> list[dict]:
+    records = of_stage(0) + of_stage(1)
+    for zero, dtype in ((0, "float32"), (0, "bfloat16"), (1, "float32"), (1, "bfloat16")):
+        records += continued(zero, dtype)
+    records += continued(2, "float32") + continued(3, "bfloat16")
+    return records + continued(3, "float32", "whole") + continued(2, "float32", "offload")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    records = []
-    for zero in (0, 1, 2, 3):
-        records.append(parity("mixed", zero, MIXED, frozen=set(), checkpointing=zero in (2, 3)))
-        records.append(parity("split", zero, SPLIT, frozen=set()))
-        records.append(parity("frozen", zero, MIXED, frozen=FROZEN, checkpointing=True))
-        for dtype in ("float32", "bfloat16"):
-            records += continued(zero, dtype)
-            records.append(idle_decay(zero, dtype))
-    records.append(parity("whole", 3, MIXED, frozen=set(), checkpointing=True, layout="whole"))
-    for zero, layout in ((3, "whole"), (3, "offload"), (2, "offload")):
-        records += continued(zero, "float32", layout)
-    near_ties = choose_near_ties(partial(build, 3, "bfloat16", frozen=FROZEN), MIXED[0], WORK / "biased", CONFIG, WORLD)
-    records.append({"case": "buffers", **near_ties})
-    records += [participation(zero, fault) for zero in (2, 3) for fault in ("skip", "detach")]
+    records = {"core": core, "rest": rest}[PART]()
     if WORLD.is_main:
-        (WORK / "zero.json").write_text(json.dumps(records))
+        (WORK / f"zero-{PART}.json").write_text(json.dumps(records))
 
 
 main()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-ATTENTION = pytest.mark.parametrize("attention", ["segmented", "dense"])
-EXPERTS = pytest.mark.parametrize("experts", ["torch", "eager"])
+ATTENTION = {"torch": "segmented", "eager": "dense"}
+KERNELS = pytest.mark.parametrize("kernels", [*ATTENTION])
 
 
 def valid_rows(inputs):
@@ -17,21 +17,20 @@ def test_input_embeddings_match(golden, assert_close):
     assert_close(got, golden.tensors("backbone")["inputs_embeds"][0])
 
 
-@ATTENTION
-@EXPERTS
-def test_hidden_states_match(golden, assert_close, attention, experts):
+@KERNELS
+def test_hidden_states_match(golden, assert_close, kernels):
     inputs, stored = golden.inputs("backbone"), golden.tensors("backbone")
-    out = golden.model(attention, experts)(**inputs)
-    assert out.attention == attention
+    out = golden.model(kernels)(**inputs)
+    assert out.attention == ATTENTION[kernels]
     rows = valid_rows(inputs)
     assert_close(out.hidden[rows], stored["hidden_states"][0, rows])
     assert_close(out.hidden[rows], stored["hidden_states_segmented"][0, rows])
 
 
-@ATTENTION
-def test_every_layer_matches(golden, assert_close, attention):
+@KERNELS
+def test_every_layer_matches(golden, assert_close, kernels):
     inputs, stored = golden.inputs("backbone"), golden.tensors("backbone")
-    model = golden.model(attention)
+    model = golden.model(kernels)
     seen = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, out: seen.append(out[0]))
@@ -42,28 +41,28 @@ def test_every_layer_matches(golden, assert_close, attention):
         assert_close(hidden[rows], stored[f"layer_output.{i}"][0, rows])
 
 
-@ATTENTION
-def test_surprise_11_default_positions_restart_per_sample_with_the_same_result(golden, assert_close, attention):
+@KERNELS
+def test_surprise_11_default_positions_restart_per_sample_with_the_same_result(golden, assert_close, kernels):
     """The published default runs over the whole pack; rotary attention sees differences only, so nothing changes."""
     inputs, stored = golden.inputs("backbone"), golden.tensors("backbone")
     del inputs["position_ids"]
-    out = golden.model(attention)(**inputs)
+    out = golden.model(kernels)(**inputs)
     rows = valid_rows(inputs)
-    assert out.attention == attention
+    assert out.attention == ATTENTION[kernels]
     assert_close(out.hidden[rows], stored["hidden_states_default_positions"][0, rows])
 
 
-@ATTENTION
-def test_surprise_8_padding_inside_samples_is_silent(golden, assert_close, attention):
+@KERNELS
+def test_surprise_8_padding_inside_samples_is_silent(golden, assert_close, kernels):
     """Valid rows match; masked rows, which average over other keys there, get attention output 0 here."""
     stored = golden.tensors("backbone")
     inputs = golden.inputs("backbone") | golden.inputs("backbone", "inner_padding.")
-    model = golden.model(attention)
+    model = golden.model(kernels)
     outputs = []
     model.model.layers[0].attention.register_forward_hook(lambda module, args, out: outputs.append(out))
     out = model(**inputs)
     rows = valid_rows(inputs)
-    assert out.attention == attention
+    assert out.attention == ATTENTION[kernels]
     assert_close(out.hidden[rows], stored["inner_padding.hidden_states"][0, rows])
     assert_close(out.hidden[rows], stored["inner_padding.hidden_states_segmented"][0, rows])
     assert (outputs[0][~rows] == 0).all()
@@ -72,19 +71,19 @@ def test_surprise_8_padding_inside_samples_is_silent(golden, assert_close, atten
     )
 
 
-@ATTENTION
-def test_two_rows_sharing_bounds_match(golden, assert_close, attention):
+@KERNELS
+def test_two_rows_sharing_bounds_match(golden, assert_close, kernels):
     inputs, stored = golden.inputs("backbone", "batch2."), golden.tensors("backbone")
-    out = golden.model(attention)(**inputs)
+    out = golden.model(kernels)(**inputs)
     rows = valid_rows(inputs)
-    assert out.attention == attention
+    assert out.attention == ATTENTION[kernels]
     assert_close(out.hidden[rows], stored["batch2.hidden_states"].flatten(0, 1)[rows])
 
 
-@ATTENTION
-def test_a_sample_in_a_pack_equals_the_sample_alone(golden, assert_close, attention):
+@KERNELS
+def test_a_sample_in_a_pack_equals_the_sample_alone(golden, assert_close, kernels):
     inputs = golden.inputs("backbone")
-    model = golden.model(attention)
+    model = golden.model(kernels)
     packed = model(**inputs).hidden
     bounds = inputs["cu_seqlens"].tolist()
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
@@ -96,8 +95,8 @@ def test_a_sample_in_a_pack_equals_the_sample_alone(golden, assert_close, attent
 
 def test_perturbing_a_sample_leaves_the_others_bitwise_alone(golden):
     inputs = golden.inputs("backbone")
-    for attention in ("segmented", "dense"):
-        model = golden.model(attention)
+    for kernels in ATTENTION:
+        model = golden.model(kernels)
         before = model(**inputs).hidden
         changed = {k: v.clone() for k, v in inputs.items()}
         bounds = inputs["cu_seqlens"].tolist()

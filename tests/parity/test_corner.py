@@ -23,13 +23,14 @@ REFUSED = {
     "negative_text_label": "id out of range",
     "labels_BS_with_S_equal_C": "could mean",
 }
-ATTENTION = pytest.mark.parametrize("attention", ["segmented", "dense"])
+ATTENTION = {"torch": "segmented", "eager": "dense"}
+KERNELS = pytest.mark.parametrize("kernels", [*ATTENTION])
 
 
-def run(golden, name, attention="segmented", **changes):
-    model = golden.model(attention).train()
+def run(golden, name, kernels="torch", **changes):
+    model = golden.model(kernels).train()
     out = model(**golden.inputs("corner", f"{name}.in.") | changes, return_logits=True)
-    assert out.attention == attention
+    assert out.attention == ATTENTION[kernels]
     return out
 
 
@@ -43,11 +44,11 @@ def test_every_golden_case_has_a_test(golden):
     assert {case["name"] for case in golden.info("corner")["cases"]} == {*REPRODUCED, *REFUSED}
 
 
-@ATTENTION
+@KERNELS
 @pytest.mark.parametrize("name", REPRODUCED)
-def test_logits_match(golden, assert_close, name, attention):
+def test_logits_match(golden, assert_close, name, kernels):
     stored = golden.tensors("corner")
-    out = run(golden, name, attention)
+    out = run(golden, name, kernels)
     assert_close(out.logits_text, stored[f"{name}.logits_text"])
     assert_close(out.logits_image, stored[f"{name}.logits_img"])
     assert int(out.losses["text"].count) == stored[f"{name}.logits_text"].shape[0]

@@ -38,21 +38,21 @@ def test_every_golden_case_has_a_test(golden):
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-@pytest.mark.parametrize("attention", ["segmented", "dense"])
-def test_accepted_bounds_match(golden, assert_close, name, attention):
+@pytest.mark.parametrize(("kernels", "attention"), [("torch", "segmented"), ("eager", "dense")])
+def test_accepted_bounds_match(golden, assert_close, name, kernels, attention):
     inputs = golden.inputs("cu_seqlens") | {"cu_seqlens": bounds(golden, name)}
-    out = golden.model(attention)(**inputs)
+    out = golden.model(kernels)(**inputs)
     assert out.attention == attention
     rows = inputs["valid"].flatten().bool()
     assert_close(out.hidden[rows], golden.tensors("cu_seqlens")[f"{name}.dense_hidden"][0, rows])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("attention", ["auto", "segmented", "dense"])
-def test_surprises_5_6_other_bounds_are_refused_everywhere(golden, name, attention):
+@pytest.mark.parametrize("kernels", ["auto", "torch", "eager"])
+def test_surprises_5_6_other_bounds_are_refused_everywhere(golden, name, kernels):
     inputs = golden.inputs("cu_seqlens") | {"cu_seqlens": bounds(golden, name)}
     with pytest.raises(DataError, match=REFUSED[name]):
-        golden.model(attention)(**inputs)
+        golden.model(kernels)(**inputs)
 
 
 def test_surprise_7_a_valid_tail_is_refused(golden, assert_close):
@@ -75,9 +75,12 @@ def test_surprise_7_a_valid_tail_is_refused(golden, assert_close):
 def test_t7_strict_mode_names_its_trigger(golden):
     inputs = {k: v for k, v in golden.inputs("cu_seqlens").items() if k in ("input_ids", "type_ids", "position_ids")}
     tokens = inputs["type_ids"].shape[1]
-    with pytest.raises(DataError, match="cu_seqlens — missing — model.attention_impl=segmented"):
-        golden.model("segmented")(**inputs)
+    with pytest.raises(DataError, match="cu_seqlens — missing — model.kernels=torch needs sample bounds"):
+        golden.model("torch")(**inputs)
     mask = torch.ones(tokens, tokens, dtype=torch.bool)
-    with pytest.raises(DataError, match="allowed — an explicit mask — model.attention_impl=segmented"):
-        golden.model("segmented")(**inputs, allowed=mask)
-    assert golden.model("auto")(**inputs, allowed=mask).attention == "dense"
+    with pytest.raises(DataError, match="allowed — an explicit mask — model.kernels=torch serves the packing rule"):
+        golden.model("torch")(**inputs, allowed=mask)
+    for kernels in ("auto", "eager"):
+        assert golden.model(kernels)(**inputs, allowed=mask).attention == "dense"
+    assert golden.model("auto")(**inputs).attention == "segmented"
+    assert golden.model("eager")(**inputs).attention == "dense"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 BALANCE_WEIGHT = 0.01
-ATTENTION = pytest.mark.parametrize("attention", ["segmented", "dense"])
+ATTENTION = {"torch": "segmented", "eager": "dense"}
+KERNELS = pytest.mark.parametrize("kernels", [*ATTENTION])
 GRADIENT_TOLERANCE = 1e-5
 ZERO_GRADIENT = 1e-6
 """True gradient zero (golden README): key-norm biases of the codebook head, experts without tokens."""
@@ -37,21 +38,21 @@ def relative(got, want):
     return float((got - want).norm() / want.norm())
 
 
-@ATTENTION
-def test_logits_and_targets_match(golden, assert_close, attention):
+@KERNELS
+def test_logits_and_targets_match(golden, assert_close, kernels):
     stored = golden.tensors("forward")
-    out = golden.model(attention).train()(**golden.inputs("forward"), return_logits=True)
-    assert out.attention == attention
+    out = golden.model(kernels).train()(**golden.inputs("forward"), return_logits=True)
+    assert out.attention == ATTENTION[kernels]
     assert_close(out.logits_text, stored["logits_text"])
     assert_close(out.logits_image, stored["logits_img"])
     assert torch.equal(out.targets_text, stored["text_targets"])
     assert torch.equal(out.targets_image, stored["image_targets"])
 
 
-@ATTENTION
-def test_text_and_image_losses_match(golden, attention):
+@KERNELS
+def test_text_and_image_losses_match(golden, kernels):
     stored, inputs = golden.tensors("forward"), golden.inputs("forward")
-    out = golden.model(attention).train()(**inputs)
+    out = golden.model(kernels).train()(**inputs)
     for name in ("text", "image"):
         assert float(mean(out.losses[name]).detach()) == pytest.approx(float(stored[f"loss_{name}"]), abs=1e-5)
     assert int(out.losses["text"].count) == stored["text_targets"].numel()
@@ -59,10 +60,10 @@ def test_text_and_image_losses_match(golden, attention):
     assert int(out.losses["balance"].count) == int(inputs["valid"].sum())
 
 
-@ATTENTION
-def test_router_results_match_on_valid_rows(golden, assert_close, attention):
+@KERNELS
+def test_router_results_match_on_valid_rows(golden, assert_close, kernels):
     stored, inputs = golden.tensors("forward"), golden.inputs("forward")
-    out = golden.model(attention).train()(**inputs)
+    out = golden.model(kernels).train()(**inputs)
     rows = inputs["valid"].flatten().bool()
     for i, (logits, topk) in enumerate(zip(out.router_logits, out.router_topk, strict=True)):
         assert_close(logits[rows], stored[f"router_logits.{i}"][0, rows])
@@ -72,7 +73,7 @@ def test_router_results_match_on_valid_rows(golden, assert_close, attention):
 @pytest.fixture
 def trained(golden, published_masked_rows):
     """Model and output of the golden training forward, padding rows treated as there, gradients computed."""
-    model = golden.model("dense").train()
+    model = golden.model("eager").train()
     model.balance_over_padding = True
     out = model(**golden.inputs("forward"))
     golden_total(model, out).backward()
@@ -118,13 +119,12 @@ def loss_gradients(model, inputs):
     return {name: p.grad.clone() for name, p in model.named_parameters()}, out
 
 
-@pytest.mark.parametrize("experts", ["torch", "eager"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_segmented_gradients_equal_dense_ones(golden, experts, checkpointing):
+def test_segmented_gradients_equal_dense_ones(golden, checkpointing):
     """With `test_stored_gradients_match` this ties the path used in training to the golden gradients."""
     inputs = golden.inputs("forward")
-    want, _ = loss_gradients(golden.model("dense", "eager").train(), inputs)
-    model = golden.model("segmented", experts).train()
+    want, _ = loss_gradients(golden.model("eager").train(), inputs)
+    model = golden.model("torch").train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     got, out = loss_gradients(model, inputs)
@@ -142,7 +142,7 @@ def test_gradient_is_the_slope_of_the_loss_despite_padding(golden):
     Checked against a central difference along the gradient itself.
     """
     inputs = golden.inputs("forward")
-    model = golden.model("segmented").train()
+    model = golden.model("torch").train()
     weight = model.model.layers[0].attention.query_key_value.weight
 
     def total():

@@ -6,11 +6,11 @@ import torch
 from lumina_ft.models.losses import balance_per_layer, count_experts
 
 
-@pytest.mark.parametrize("experts", ["torch", "eager"])
+@pytest.mark.parametrize("kernels", ["torch", "eager"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["loop", "buckets"])
-def test_block_matches(golden, assert_close, experts, recorded):
+def test_block_matches(golden, assert_close, kernels, recorded):
     stored = golden.tensors("moe_block")
-    block = golden.model(experts=experts).model.layers[1].mlp
+    block = golden.model(kernels).model.layers[1].mlp
     with torch.set_grad_enabled(recorded):
         out, logits, topk = block(stored["input"].flatten(0, 1))
     assert_close(out, stored["output"].flatten(0, 1))
@@ -36,7 +36,7 @@ def test_balance_loss_matches(golden):
 
 def test_counters_match_with_padding_counted(golden, published_masked_rows):
     stored = golden.tensors("moe_block")
-    model = golden.model(attention="dense")
+    model = golden.model("eager")
     inputs = golden.inputs("moe_block", "tracking_input.")
     out = model(**inputs)
     everything = torch.ones(out.hidden.shape[0], dtype=torch.bool)
@@ -60,8 +60,8 @@ def test_surprise_14_counters_are_per_forward_and_unchanged_by_checkpointing(gol
 
 def test_surprise_12_experts_keep_gradients_in_eval_mode(golden):
     stored = golden.tensors("moe_block")
-    for experts in ("torch", "eager"):
-        block = golden.model(experts=experts).eval().model.layers[1].mlp
+    for kernels in ("torch", "eager"):
+        block = golden.model(kernels).eval().model.layers[1].mlp
         block(stored["input"].flatten(0, 1))[0].square().sum().backward()
         used = stored["topk_idx"].unique()
         for weight in (block.experts.gate_proj, block.experts.up_proj, block.experts.down_proj):

@@ -41,7 +41,8 @@ BORDERS = {
     "datasets": ("data/",),
     "peft": ("adapters/",),
     "optuna": ("sweep.py",),
-    "triton": ("kernels/*/kernel.py",),
+    "triton": ("kernels/*/kernel*.py", "kernels/aot.py"),
+    "liger_kernel": ("kernels/cross_entropy/liger.py", "bench/kernels/"),
 }
 """Libraries that only some files may import."""
 
@@ -117,6 +118,29 @@ def test_library_borders(library: str) -> None:
         )
     ]
     assert not wrong, f"{library} is imported outside {BORDERS[library]}: {wrong}"
+
+
+def test_triton_files_hold_kernels_only_and_are_loaded_when_called() -> None:
+    """A machine without a GPU imports the wrappers, not Triton; and a kernel's file has no tensor code to hide in."""
+    triton_files = {path for path in modules() if path.relative_to(PACKAGE).match("kernels/*/kernel*.py")}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in triton_files}
+    assert names, "no kernels found"
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports torch"
+        for path in triton_files
+        for line, module in imported(path)
+        if module.split(".")[0] == "torch"
+    ]
+    for path in set(modules()) - triton_files - {PACKAGE / "kernels" / "aot.py"}:
+        for node in tree(path).body:
+            if isinstance(node, ast.Import):
+                loaded = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                loaded = {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+            else:
+                continue
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno} imports {name}" for name in sorted(loaded & names)]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -11,18 +11,20 @@ from torch import Tensor
 from lumina_ft.tokens import TYPE_ANSWER_MEDIA, TYPE_ANSWER_TEXT, TYPE_TEXT
 
 # Bits: the key's block lies before, at or after the query's.
-_BEFORE, _SAME, _AFTER = 1, 2, 4
-_NO, _UP_TO, _YES = 0, _BEFORE | _SAME, _BEFORE | _SAME | _AFTER
+BEFORE, SAME, AFTER = 1, 2, 4
+_NO, _UP_TO, _YES = 0, BEFORE | SAME, BEFORE | SAME | AFTER
 
 # Rows: noisy text, noisy answer media, other noisy, clean text, other clean queries.
 # Columns: noisy text, noisy special, noisy media, clean text, clean special, clean media keys.
-_SAME_TURN_RULE = (
-    (_SAME, _UP_TO, _NO, _BEFORE, _NO, _NO),
+SAME_TURN_RULE = (
+    (SAME, _UP_TO, _NO, BEFORE, _NO, _NO),
     (_YES, _YES, _YES, _NO, _NO, _NO),
     (_NO, _YES, _YES, _NO, _NO, _NO),
     (_NO, _NO, _NO, _UP_TO, _UP_TO, _NO),
     (_NO, _NO, _NO, _NO, _YES, _YES),
 )
+CLEAN_KEYS = 3
+"""Columns from here on are of clean keys."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,26 @@ def pair_rule(meta: TokenMeta) -> Tensor:
     return allowed & (earlier | ((turn_k == turn_q) & same_turn))
 
 
+def token_kinds(type_ids: Tensor, is_clean: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's row and column in `SAME_TURN_RULE`.
+
+    Args:
+        type_ids: int64. is_clean: bool, of the same shape.
+
+    Returns:
+        int64, of the same shape: the row of the token as a query, its column as a key.
+    """
+    text = type_ids == TYPE_ANSWER_TEXT
+    special = type_ids == TYPE_TEXT
+    visual = type_ids == TYPE_ANSWER_MEDIA
+    query_kind = torch.where(is_clean, 4 - text.long(), 2 - 2 * text.long() - visual.long())
+    return query_kind, 2 - 2 * text.long() - special.long() + CLEAN_KEYS * is_clean.long()
+
+
 def _block_rule(meta: TokenMeta) -> Tensor:
     """The same-turn table of spec §3. Returns bool [..., L, L]."""
-    text = meta.type_ids == TYPE_ANSWER_TEXT
-    special = meta.type_ids == TYPE_TEXT
-    visual = meta.type_ids == TYPE_ANSWER_MEDIA
-    query_kind = torch.where(meta.is_clean, 4 - text.long(), 2 - 2 * text.long() - visual.long())
-    key_kind = 2 - 2 * text.long() - special.long() + 3 * meta.is_clean.long()
-    table = torch.tensor(_SAME_TURN_RULE, dtype=torch.uint8, device=meta.type_ids.device)
+    query_kind, key_kind = token_kinds(meta.type_ids, meta.is_clean)
+    table = torch.tensor(SAME_TURN_RULE, dtype=torch.uint8, device=meta.type_ids.device)
     rule = table[query_kind.unsqueeze(-1), key_kind.unsqueeze(-2)]
     block_q, block_k = meta.block_ids.unsqueeze(-1), meta.block_ids.unsqueeze(-2)
     order = 1 + (block_k >= block_q).to(torch.uint8) + 2 * (block_k > block_q).to(torch.uint8)

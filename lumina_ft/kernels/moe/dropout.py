@@ -28,6 +28,11 @@ def row_keys(key: int, tokens: int, slots: int, device: torch.device) -> Tensor:
     return (((high >> 1) << 32) | low).view(tokens, slots)
 
 
+def drop_limit(probability: float) -> int:
+    """Entries whose 32-bit hash is below this are dropped. probability: of an entry to be dropped."""
+    return round(probability * (_WORD + 1))
+
+
 def drop_(x: Tensor, keys: Tensor, probability: float, stream: int) -> Tensor:
     """Set dropped entries to 0, in place; the others are not scaled.
 
@@ -43,7 +48,7 @@ def drop_(x: Tensor, keys: Tensor, probability: float, stream: int) -> Tensor:
     rows, columns = x.shape
     row_hash = _mix((keys & _WORD) ^ _mix((keys >> 32) + 0x2545F491 * stream))
     column_hash = _mix(torch.arange(columns, device=x.device) + 0x1B873593)
-    limit = round(probability * (_WORD + 1))
+    limit = drop_limit(probability)
     step = max(1, _ELEMENTS // columns)
     for start in range(0, rows, step):
         x[start : start + step].masked_fill_(_mix(row_hash[start : start + step] ^ column_hash) < limit, 0.0)

@@ -40,10 +40,11 @@ def plan_experts(topk_idx: Tensor, num_experts: int) -> ExpertPlan:
 
     Args:
         topk_idx: [T, K] int64.
-        num_experts: E.
+        num_experts: E, below 2^15.
     """
     flat = topk_idx.reshape(-1)
-    order = flat.argsort(stable=True)
+    # A radix sort of int16 takes a quarter of the passes that int64 takes.
+    order = flat.to(torch.int16).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)

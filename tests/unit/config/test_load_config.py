@@ -149,6 +149,24 @@ def test_unknown_key_names_file_line_value_and_nearest_key(tmp_path: Path) -> No
     ]
 
 
+def test_keys_of_earlier_versions_name_their_successor(tmp_path: Path, run_file: Path) -> None:
+    old = "path: checkpoint\n  experts_impl: {}\n  attention_impl: {}"
+    path = write(tmp_path, RUN.replace("path: checkpoint", old.format("eager", "segmented")))
+    rule = "model.kernels chooses for attention, experts and router together"
+    assert errors_of(path) == [
+        f"{path}:4: model.experts_impl — 'eager' — {rule} — write model.kernels: eager instead",
+        f"{path}:5: model.attention_impl — 'segmented' — {rule} — write model.kernels: torch instead",
+    ]
+    path = write(tmp_path, RUN.replace("path: checkpoint", old.format("auto", "dense")))
+    assert errors_of(path) == [
+        f"{path}:4: model.experts_impl — 'auto' — {rule} — remove this key",
+        f"{path}:5: model.attention_impl — 'dense' — {rule} — write model.kernels: eager instead",
+    ]
+    (line,) = errors_of(run_file, ["model.attention_impl=dense"])
+    assert line.startswith("model.attention_impl — override") and line.endswith("write model.kernels: eager instead")
+    assert load_run(run_file, ["model.kernels=eager"]).model.kernels == "eager"
+
+
 def test_a_key_of_another_section_is_found(tmp_path: Path) -> None:
     path = write(tmp_path, RUN + "packs_per_step: 4\nlr: 1e-4\n")
     assert any(line.endswith("did you mean 'train.packs_per_step'?") for line in errors_of(path))

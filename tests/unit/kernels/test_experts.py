@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lumina_ft.errors import ConfigError
-from lumina_ft.kernels import Experts, Projection, choose_experts, eager_experts
+from lumina_ft.kernels import Experts, Projection, eager_experts
 from lumina_ft.kernels.moe.grouped import combine, dispatch, grouped_experts, plan_experts
 from lumina_ft.kernels.moe.products import grouped_linear
 from lumina_ft.kernels.moe.ref import expert_buckets, expert_loop, expert_mlp
@@ -124,33 +123,3 @@ def test_results_repeat_bit_for_bit():
     case = make(64, 24, 12, 4, 4)
     first, second = run(grouped_experts, *case), run(grouped_experts, *case)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_auto_prefers_the_grouped_product_and_says_so_once(caplog):
-    choose_experts.cache_clear()
-    with caplog.at_level("INFO", logger="lumina_ft.kernels"):
-        for _ in range(3):
-            assert choose_experts("auto", 64, 32, torch.float32) is grouped_experts
-    assert [r.message for r in caplog.records] == ["experts_impl=auto chose torch"]
-
-
-@pytest.mark.parametrize(
-    ("hidden", "width", "dtype", "reason"),
-    [
-        (62, 32, torch.float32, "hidden_size=62 is not a multiple of 4"),
-        (64, 36, torch.bfloat16, "moe_intermediate_size=36 is not a multiple of 8"),
-        (64, 32, torch.float64, "has no torch.float64"),
-    ],
-)
-def test_auto_names_the_reason_and_a_named_choice_refuses(caplog, hidden, width, dtype, reason):
-    choose_experts.cache_clear()
-    with caplog.at_level("INFO", logger="lumina_ft.kernels"):
-        assert choose_experts("auto", hidden, width, dtype) is eager_experts
-    assert reason in caplog.text
-    with pytest.raises(ConfigError, match=f"model.experts_impl — torch — .*{reason}"):
-        choose_experts("torch", hidden, width, dtype)
-
-
-def test_unknown_implementation_is_refused():
-    with pytest.raises(ConfigError, match="'triton' — must be one of auto, torch, eager"):
-        choose_experts("triton", 64, 32, torch.float32)

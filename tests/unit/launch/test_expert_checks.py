@@ -25,7 +25,7 @@ def make(tmp_path: Path, dataset: Path) -> Make:
         config = json.loads((SHIPPED_CONFIGS / "u2-tiny.json").read_text())
         (tmp_path / "model.json").write_text(json.dumps({**config, **(model or {})}))
         stages = sections.pop("stages", [{"name": "one", "steps": 3}])
-        own = sections.pop("impl", {})
+        own = {"kernels": sections.pop("kernels", "auto")}
         return RunConfig.model_validate(
             {
                 "output_dir": tmp_path / "out",
@@ -67,12 +67,14 @@ def test_sizes_that_divide_ranks_and_experts_pass(make: Make, size: int) -> None
             r"^parallel\.expert_parallel_size — 2 — the model has no routed experts: every layer is dense — use 1$",
         ),
         (
-            {"parallel": {"expert_parallel_size": 2}, "impl": {"experts_impl": "eager"}},
-            r"^model\.experts_impl — eager — the reference loop needs every expert on its rank — use auto or torch, ",
+            {"parallel": {"expert_parallel_size": 2}, "kernels": "eager"},
+            r"^model\.kernels — eager — the reference loop needs every expert on its rank — use auto or t\w+, or "
+            r"parallel\.expert_parallel_size: 1$",
         ),
         (
             {"parallel": {"expert_parallel_size": 2}, "model": {"moe_intermediate_size": 60}},
-            r"^model\.experts_impl — auto — moe_intermediate_size=60 .*the eager loop needs every expert on its",
+            r"^model\.kernels — auto — .*moe_intermediate_size=60 .*, and the reference loop needs every expert on "
+            r"its rank — use parallel\.expert_parallel_size: 1, or another model\.dtype$",
         ),
         (
             {"parallel": {"expert_parallel_size": 2, "zero": "zero0"}},

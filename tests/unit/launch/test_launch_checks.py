@@ -174,6 +174,21 @@ def test_resume_needs_a_run_and_the_same_samples(make: Make, tmp_path: Path) -> 
     assert prepare_run_dir(later, resume=True, overwrite=False)[:3] == (0, inside, True)
 
 
+def test_a_run_of_an_earlier_version_says_what_to_change(make: Make, tmp_path: Path) -> None:
+    prepare_run_dir(make(), resume=False, overwrite=False)
+    file = tmp_path / "out" / "run.yaml"
+    now = file.read_text()
+    assert "  kernels: auto\n" in now
+    file.write_text(now.replace("  kernels: auto\n", "  experts_impl: torch\n  attention_impl: auto\n"))
+    with pytest.raises(ConfigError) as caught:
+        prepare_run_dir(make(), resume=True, overwrite=False)
+    first, second = str(caught.value).splitlines()
+    assert "run.yaml:" in first and first.endswith("write model.kernels: torch instead")
+    assert "model.attention_impl — 'auto' — " in second and second.endswith("remove this key")
+    file.write_text(now.replace("kernels: auto", "kernels: torch"))
+    assert prepare_run_dir(make("model.kernels=eager"), resume=True, overwrite=False)[:3] == (0, None, False)
+
+
 def test_learning_rates_may_change_on_resume(make: Make, tmp_path: Path) -> None:
     """A run that stopped at a non-finite value is told to lower them."""
     prepare_run_dir(make(), resume=False, overwrite=False)

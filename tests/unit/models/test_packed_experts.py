@@ -13,7 +13,7 @@ from lumina_ft.models import experts as experts_module
 from lumina_ft.models.experts import PROJECTIONS, PackedExperts
 from lumina_ft.models.groups import group_of, is_adapter_b, is_adapter_name
 from lumina_ft.models.u2 import U2ForDiffusion
-from lumina_ft.models.u2_config import U2Config
+from lumina_ft.models.u2_config import U2Config, kernels_for
 from lumina_ft.parallel import expert_parallel
 from lumina_ft.parallel.expert_parallel import ExpertParallel, sharing_of
 from lumina_ft.parallel.zero3 import full_shape, local_shape, write_tensor
@@ -75,7 +75,7 @@ def on_ranks(world, size, run):
 
 
 def build(place, *, lora=True, dropout=0.0, frozen=False):
-    layer = PackedExperts(CONFIG, "torch", place)
+    layer = PackedExperts(CONFIG, kernels_for(CONFIG, "torch", spread=place is not None), place)
     if lora:
         for projection, rank in RANKS.items():
             layer.add_lora(projection, rank=rank, scale=0.6, dropout=dropout)
@@ -190,16 +190,17 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused(tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("impl", "dtype", "message"),
+    ("choice", "dtype", "message"),
     [
-        ("eager", torch.float32, "eager — runs experts of its own rank only — set model.experts_impl: torch"),
-        ("auto", torch.float64, r"eager \(auto chose it: .* no torch.float64\) .* parallel.expert_parallel_size: 1"),
+        ("eager", torch.float32, "eager — the reference loop needs every expert on its rank — use auto or torch, or "),
+        ("auto", torch.float64, "auto — .* no torch.float64, and the reference .* parallel.expert_parallel_size: 1"),
+        ("torch", torch.float64, "torch — .* no torch.float64 — use auto and parallel.expert_parallel_size: 1"),
     ],
 )
-def test_the_reference_refuses_experts_that_are_elsewhere(impl, dtype, message):
-    layer = PackedExperts(CONFIG, impl, share(Group(2), 0)).to(dtype)
+def test_the_reference_refuses_experts_that_are_elsewhere(choice, dtype, message):
+    layer = PackedExperts(CONFIG, kernels_for(CONFIG, choice, spread=True), share(Group(2), 0)).to(dtype)
     x, index, weight, _ = pack(0, 8)
-    with pytest.raises(ConfigError, match=f"model.experts_impl — {message}"):
+    with pytest.raises(ConfigError, match=f"model.kernels — {message}"):
         layer(x.to(dtype), index, weight)
 
 
@@ -216,11 +217,13 @@ def test_an_adapter_has_its_names_shapes_and_group():
         for part in "AB":
             assert is_adapter_name(f"{base}_lora_{part}") and group_of(f"{base}_lora_{part}") == "lora"
             assert is_adapter_b(f"{base}_lora_{part}") == (part == "B")
-    assert [name for name, _ in PackedExperts(CONFIG, "auto", None).named_parameters()] == list(PROJECTIONS)
+    assert [name for name, _ in PackedExperts(CONFIG, kernels_for(CONFIG), None).named_parameters()] == list(
+        PROJECTIONS
+    )
 
 
 def test_an_adapter_follows_the_weights_dtype_and_device():
-    layer = PackedExperts(CONFIG, "auto", None).to("meta", torch.bfloat16)
+    layer = PackedExperts(CONFIG, kernels_for(CONFIG), None).to("meta", torch.bfloat16)
     layer.add_lora("up_proj", rank=2, scale=1.0, dropout=0.0)
     for param in (layer.get_parameter("up_proj_lora_A"), layer.get_parameter("up_proj_lora_B")):
         assert param.is_meta and param.dtype == torch.bfloat16
@@ -228,9 +231,9 @@ def test_an_adapter_follows_the_weights_dtype_and_device():
 
 def test_implementations_agree_on_an_adapter_with_dropout():
     results = []
-    for impl in ("torch", "eager"):
+    for choice in ("torch", "eager"):
         layer = build(None, dropout=0.5)
-        layer.impl = impl
+        layer.kernels = kernels_for(CONFIG, choice)
         torch.manual_seed(0)
         got = passes(layer, 1, 8)
         results.append({**got, **{name: p.grad for name, p in layer.named_parameters()}})
@@ -255,7 +258,7 @@ def test_dropout_draws_in_training_only_and_only_if_there_is_some():
 
 def test_each_projection_drops_inputs_of_its_own():
     """Gate and up have the same weights and adapters, so they agree until they drop inputs."""
-    layer = PackedExperts(CONFIG, "torch", None)
+    layer = PackedExperts(CONFIG, kernels_for(CONFIG, "torch"), None)
     for name in ("gate_proj", "up_proj"):
         layer.add_lora(name, rank=4, scale=1.0, dropout=0.5)
     with torch.no_grad():

@@ -229,11 +229,23 @@ def test_checkpointing_recomputes_layers_and_codebook_blocks(tiny_model, mixed_p
     assert len(calls) == 2 * len(watched)
 
 
-def test_unknown_implementations_are_refused(tiny_config):
-    with pytest.raises(ConfigError, match="model.attention_impl — 'flash' — must be one of auto"):
-        U2ForDiffusion(tiny_config, attention_impl="flash")
-    with pytest.raises(ConfigError, match="model.experts_impl — 'triton'"):
-        U2ForDiffusion(tiny_config).set_implementations(experts="triton")
+def test_unknown_kernels_are_refused(tiny_config):
+    message = "model.kernels — 'flash' — must be one of auto, triton, torch, eager — use auto"
+    with pytest.raises(ConfigError, match=message):
+        U2ForDiffusion(tiny_config, kernels="flash")
+    with pytest.raises(ConfigError, match=message):
+        U2ForDiffusion(tiny_config).set_kernels("flash")
+
+
+def test_every_part_follows_the_choice_of_kernels(tiny_config, mixed_pack):
+    model = U2ForDiffusion(tiny_config, kernels="eager")
+    model.init_weights_(0)
+    assert model(**mixed_pack).attention == "dense"
+    model.set_kernels("torch")
+    assert model(**mixed_pack).attention == "segmented"
+    held = {type(m).__name__: m.kernels.choice for m in model.modules() if hasattr(m, "kernels")}
+    assert held.items() >= {"U2ForDiffusion": "torch", "Router": "torch", "PackedExperts": "torch"}.items()
+    assert set(held.values()) == {"torch"}
 
 
 def test_text_only_models_train(text_model, text_only_pack):

@@ -11,7 +11,7 @@ from lumina_ft.commands.models import app
 from lumina_ft.config.schema import RunConfig
 from lumina_ft.errors import ConfigError
 from lumina_ft.models.u2_config import U2Config
-from lumina_ft.plan.activations import Workload, layer_tape
+from lumina_ft.plan.activations import Workload, layer_tape, text_tape
 from lumina_ft.plan.memory import describe_layouts, describe_run_memory
 from lumina_ft.plan.peak import estimate_peak
 from lumina_ft.plan.states import stage_states
@@ -113,6 +113,22 @@ def test_checkpointing_keeps_one_row_per_token_and_layer():
     }
     assert kept[True] == LOAD.tokens * CONFIG.hidden_size * 2
     assert kept[False] > 10 * kept[True]
+
+
+def test_logits_take_a_chunk_of_memory_unless_the_reference_runs():
+    big = U2Config(hidden_size=2048, vocab_size=157_184)
+    tapes = {
+        (rows, chunked): text_tape(big, Workload(rows, rows, 1), 2, chunked=chunked, trained=True)
+        for rows in (4096, 16_384)
+        for chunked in (False, True)
+    }
+    assert tapes[4096, True].working == tapes[16_384, True].working < 3 * 2**30
+    assert tapes[16_384, True].kept == 16_384 * big.hidden_size * 2
+    assert tapes[16_384, False].working == 16_384 * 157_184 * 10
+    few = Workload(100, 100, 1)
+    assert text_tape(big, few, 2, chunked=True, trained=True) == text_tape(big, few, 2, chunked=False, trained=True)
+    frozen = text_tape(big, Workload(4096, 4096, 1), 2, chunked=True, trained=False)
+    assert tapes[4096, True].working - frozen.working == 157_184 * big.hidden_size * 4
 
 
 def test_frozen_layers_before_the_first_trained_one_have_no_backward():

@@ -10,6 +10,7 @@ from small_u2 import small_config
 from lumina_ft.config.groups import ADAPTER_GROUP
 from lumina_ft.models.moe import Router
 from lumina_ft.models.u2 import U2ForDiffusion
+from lumina_ft.models.u2_config import kernels_for
 from lumina_ft.monitor.expert_load import load_summary
 from lumina_ft.train import loop, run
 from lumina_ft.train.balance import largest_bias, selection_biases, shift_biases
@@ -19,7 +20,8 @@ EXPERTS, TOKENS = 16, 512
 
 def skewed_router() -> Router:
     """A router that prefers some experts for every token: its inputs share a direction."""
-    router = Router(small_config(num_experts=EXPERTS, num_experts_per_tok=4, n_group=4, topk_group=2))
+    config = small_config(num_experts=EXPERTS, num_experts_per_tok=4, n_group=4, topk_group=2)
+    router = Router(config, kernels_for(config, "torch"))
     gen = torch.Generator().manual_seed(0)
     with torch.no_grad():
         router.weight.copy_(0.3 * torch.randn(router.weight.shape, generator=gen))
