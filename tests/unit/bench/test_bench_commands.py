@@ -1,4 +1,4 @@
-"""Sizes that `lumina-ft bench` can't measure are refused on the command line."""
+"""What `lumina-ft bench` can't measure is refused on the command line."""
 
 import pytest
 
@@ -13,10 +13,19 @@ from lumina_ft.models.experts import PackedExperts
         (("moe", "--hidden", 6), "error: --hidden — 6 — must be a multiple of 4, as float32 rows need — use 4"),
         (("moe", "--width", 9), "error: --width — 9 — must be a multiple of 4, as float32 rows need — use 8"),
         (("lora", "--hidden", 20), "error: --hidden — 20 — must be a multiple of 8, as bfloat16 rows need — use 16"),
+        (
+            ("kernels", "--operation", "mow"),
+            "error: --operation — 'mow' — must be one of moe, attention, router, cross-",
+        ),
+        (("kernels", "--size", "huge"), "error: --size — 'huge' — must be one of real, small, tiny"),
+        (
+            ("step", "--case", "demos"),
+            "error: --case — 'demos' — must be one of demo, experts, tiny, real; did you mean",
+        ),
         (("lora", "--width", 12), "error: --width — 12 — must be a multiple of 8, as bfloat16 rows need — use 8"),
     ],
 )
-def test_sizes_that_dont_fit_are_refused(run, arguments, message):
+def test_what_cant_be_measured_is_refused(run, arguments, message):
     code, _, err = run("bench", *arguments)
     assert code == 2 and message in err and "Traceback" not in err
 

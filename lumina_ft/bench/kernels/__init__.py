@@ -1,0 +1,1 @@
+"""Every kernel against its peers, on this machine."""
