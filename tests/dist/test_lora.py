@@ -1,6 +1,11 @@
-"""Adapters on two ranks: gradients against one process, and their way through the stages of a run (D5, T1)."""
+"""Adapters on two ranks: gradients against one process, and their way through the stages of a run (D5, T1).
+
+Every kind of adapter at one ZeRO stage; the same at the other stage is `slow`. One launch for each set.
+"""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import dist_tiny
@@ -17,8 +22,9 @@ from lumina_ft.models.u2 import U2ForDiffusion
 from lumina_ft.models.u2_config import U2Config
 from lumina_ft.monitor.metrics import WALL_TIME_KEYS, read_metrics
 
-CASES = ("plain", "dora", "pissa", "dropout", "dora_dropout", "beside")
-PARITY = [("plain", 0), *((case, zero) for case in CASES for zero in (2, 3))]
+CORE = [("plain", 0), ("plain", 3), ("dora", 3), ("pissa", 2), ("dropout", 2), ("dora_dropout", 3), ("beside", 3)]
+REST = [("plain", 2), ("dora", 2), ("pissa", 3), ("dropout", 3), ("dora_dropout", 2), ("beside", 2)]
+PARITY = CORE + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 HEADS = {"lm_head", "image_heads", "codebook_head"}
 LORA = {"rank": 4, "alpha": 8, "dropout": 0.1, "lr_ratio": 4}
 STAGES = [
@@ -29,11 +35,22 @@ STAGES = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict]]:
     work = tmp_path_factory.mktemp("lora")
     dist_tiny.prepare(work, samples=60)
-    launch_ranks("ranks_lora.py", work)
-    return read_json(work / "lora.json")
+
+    @cache
+    def launch(part: str) -> list[dict]:
+        launch_ranks("ranks_lora.py", work, part)
+        return read_json(work / f"lora-{part}.json")
+
+    return launch
+
+
+@pytest.fixture
+def records(request: pytest.FixtureRequest, launched: Callable[[str], list[dict]]) -> list[dict]:
+    """What the launch that the test's case belongs to has found."""
+    return launched("core" if request.node.get_closest_marker("slow") is None else "rest")
 
 
 def find(records: list[dict], **wanted: object) -> dict:
@@ -66,7 +83,7 @@ def test_lora_plus_trains_b_faster(records):
     assert find(records, case="dora", zero=3)["rates"] == [0.01, 0.01, 0.02]
 
 
-@pytest.mark.parametrize("name", ("dora", "pissa"))
+@pytest.mark.parametrize("name", ("dora", pytest.param("pissa", marks=pytest.mark.slow)))
 def test_values_taken_from_weights_do_not_depend_on_the_zero_stage(records, name):
     """In bf16 ZeRO-3 casts before they are taken and ZeRO-2 afterwards."""
     assert find(records, case="stored", name=name, zero=3)["same"]
@@ -127,6 +144,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs.add("staged", STAGES, [None, "staged/checkpoints/checkpoint-4", "staged/checkpoints/checkpoint-6"])
     runs.add("resumed", STAGES[:1], [f"staged/{inside}"])
     runs.add("merged", [{**STAGES[0], "lora_at_end": "merge"}], [None])
+    runs.start()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("more_runs"))
+    inside = "checkpoints/checkpoint-2"
     random = {"config": str(runs.work / "tiny.json"), "random_init": True, "dtype": "bfloat16"}
     pissa = {"rank": 4, "alpha": 8, "init": "pissa", "use_rslora": True, "rank_pattern": {"attention.dense": 2}}
     sections = {"model": random, "lora": pissa, "parallel": {"ranks": 2, "zero": "zero2"}}
@@ -199,10 +224,11 @@ def test_a_resumed_adapter_stage_is_bit_identical_dropout_included(runs):
     assert same_pairs(runs.adapter("resumed", 4), runs.adapter("staged", 4))
 
 
-def test_random_weights_are_written_and_pissa_is_relative_to_them(runs):
-    checkpoint, adapter = runs.checkpoint("pissa", 4), runs.adapter("pissa", 4)
+@pytest.mark.slow
+def test_random_weights_are_written_and_pissa_is_relative_to_them(more_runs):
+    checkpoint, adapter = more_runs.checkpoint("pissa", 4), more_runs.adapter("pissa", 4)
     assert checkpoint.base_dir == checkpoint.path / "model"
-    fresh = U2ForDiffusion(U2Config.load(runs.work / "tiny.json"))
+    fresh = U2ForDiffusion(U2Config.load(more_runs.work / "tiny.json"))
     fresh.init_weights_(3)
     stored = weights(checkpoint.base_dir)
     assert all(torch.equal(stored[n], p.bfloat16()) for n, p in fresh.named_parameters())
@@ -210,14 +236,16 @@ def test_random_weights_are_written_and_pissa_is_relative_to_them(runs):
     assert (ranks["query_key_value"], ranks["dense"]) == (8, 4)
 
 
-def test_a_resumed_pissa_stage_is_bit_identical(runs):
-    assert runs.losses("pissa_resumed", "a") == runs.losses("pissa", "a")[2:]
-    assert same_pairs(runs.adapter("pissa_resumed", 4), runs.adapter("pissa", 4))
+@pytest.mark.slow
+def test_a_resumed_pissa_stage_is_bit_identical(more_runs):
+    assert more_runs.losses("pissa_resumed", "a") == more_runs.losses("pissa", "a")[2:]
+    assert same_pairs(more_runs.adapter("pissa_resumed", 4), more_runs.adapter("pissa", 4))
 
 
-def test_a_dropped_adapter_is_kept_on_disk_and_the_next_stage_starts_without_it(runs):
-    first, second = runs.checkpoint("dropped", 2), runs.checkpoint("dropped", 4)
+@pytest.mark.slow
+def test_a_dropped_adapter_is_kept_on_disk_and_the_next_stage_starts_without_it(more_runs):
+    first, second = more_runs.checkpoint("dropped", 2), more_runs.checkpoint("dropped", 4)
     assert first.state.adapter == "dropped" and first.adapter_dir is not None
-    base, before, after = (weights(d) for d in (runs.work / "base", first.base_dir, second.base_dir))
+    base, before, after = (weights(d) for d in (more_runs.work / "base", first.base_dir, second.base_dir))
     assert {n for n in base if not torch.equal(base[n], before[n])} == {"lm_head.weight"}
     assert {group_of(n) for n in base if not torch.equal(before[n], after[n])} == {"router"}

@@ -101,6 +101,7 @@ def test_saved_model_loads_with_from_pretrained(staged):
     assert all(torch.equal(p, stored[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_same_seed_gives_identical_losses(runs, staged):
     config = dist_tiny.run_config(runs.work, "again")
     runs.stage(config, 0)
@@ -131,6 +132,7 @@ def test_one_rank_sees_the_same_packs_as_two(runs, staged):
     assert single[0]["loss"] == pytest.approx(double[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_stage_three_needs_no_more_memory_than_alone(runs, staged):
     stages = dist_tiny.run_config(runs.work, "x")["stages"][2:]
     config = dist_tiny.run_config(runs.work, "alone", stages=stages)

@@ -36,13 +36,15 @@ def fill(disk: SmallDisk, left_bytes: int) -> tuple[str, str]:
     return "shell", f"fallocate --length $(({free} - {left_bytes})) '{disk.path}/ballast'"
 
 
-def test_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_step(work, reference):
-    """One run that meets both while it writes a checkpoint, and then neither."""
+@pytest.mark.parametrize("then_locked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "both"])
+def test_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_step(work, reference, then_locked):
+    """One run that meets the first, or one and the other, while it writes a checkpoint, and then neither."""
     size = size_of(reference.checkpoints[STEPS])
-    with small_disk(work / "disk", 8 * size) as disk:
+    name = "both" if then_locked else "full"
+    with small_disk(work / name, 8 * size) as disk:
         run = FaultRun(
             work,
-            "disk/run",
+            f"{name}/run",
             prefix=(*(disk.prefix if disk else ()), *ORDINARY_USER),
             seen_at=disk and disk.seen_at / "run",
             stages=STAGES,
@@ -55,14 +57,15 @@ def test_a_disk_that_fills_up_and_a_read_only_folder_cost_nothing_but_the_step(w
         if disk:
             disk.run(f"rm '{disk.path}/ballast'")
 
-        locked = ("shell", f"chmod 555 '{run.output}/checkpoints'")
-        second = run.launch(resume=True, fault=Fault("step", (locked,), arrival=2))
-        assert second.resumed_from == "checkpoint-1"
-        check_failed_save(second, run, 3, "Permission denied")
+        if then_locked:
+            locked = ("shell", f"chmod 555 '{run.output}/checkpoints'")
+            second = run.launch(resume=True, fault=Fault("step", (locked,), arrival=2))
+            assert second.resumed_from == "checkpoint-1"
+            check_failed_save(second, run, 3, "Permission denied")
+            (run.path / "checkpoints").chmod(0o755)
 
-        (run.path / "checkpoints").chmod(0o755)
-        third = run.launch(resume=True)
-        assert (third.code, third.resumed_from) == (0, "checkpoint-2"), third.err
+        last = run.launch(resume=True)
+        assert (last.code, last.resumed_from) == (0, "checkpoint-2" if then_locked else "checkpoint-1"), last.err
         run.check_same_end(reference)
 
 

@@ -47,16 +47,27 @@ def finish(run: FaultRun) -> None:
     check_restart(run.launch(resume=True), run, expected, 0)
 
 
-def test_five_kills_while_saving_change_nothing(work, reference):
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param((kill_at("optimizer_written", "rank", rank=1, arrival=2), kill_at("renamed", "run")), id="two"),
+        pytest.param(
+            (
+                kill_at("tensor_written", "ranks", arrival=3),
+                kill_at("optimizer_written", "rank", rank=1, arrival=2),
+                kill_at("renamed", "run"),
+                kill_at("committed", "rank"),
+                kill_at("rotating", "ranks"),
+            ),
+            id="five",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kills_while_saving_change_nothing(work, reference, request, faults):
     """Before anything is whole, one rank and all, on both sides of the renaming, and while an old one is deleted."""
-    run = FaultRun(work, "five", stages=[{"name": "one", "steps": STEPS}], keep_checkpoints=1)
-    faults = (
-        kill_at("tensor_written", "ranks", arrival=3),
-        kill_at("optimizer_written", "rank", rank=1, arrival=2),
-        kill_at("renamed", "run"),
-        kill_at("committed", "rank"),
-        kill_at("rotating", "ranks"),
-    )
+    name = request.node.callspec.id
+    run = FaultRun(work, name, stages=[{"name": "one", "steps": STEPS}], keep_checkpoints=1)
     survive(run, faults)
     run.check_same_end(reference)
 

@@ -23,9 +23,12 @@ def in_step(step: int, *acts: tuple[str, object]) -> Fault:
     return Fault("loss", acts, rank=1, arrival=MICRO_BATCHES * (step - 1) + 1)
 
 
-def test_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing_had_been(work, reference):
-    """Stopped in the middle of step 2, then while the regular checkpoint of step 3 is being written."""
-    run = FaultRun(work, "stopped", stages=[{"name": "one", "steps": STEPS}], save_every_steps=3)
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing_had_been(work, reference, twice):
+    """Stopped in the middle of step 2, then perhaps while the regular checkpoint of step 3 is being written."""
+    run = FaultRun(
+        work, "stopped-twice" if twice else "stopped", stages=[{"name": "one", "steps": STEPS}], save_every_steps=3
+    )
     announced = "the ranks finish their step and save, within 600 s"
     # The step goes on only when the ranks have been told.
     wait = f"until grep -q '{announced}' {run.path}/log.txt; do sleep 0.05; done"
@@ -41,15 +44,16 @@ def test_a_stopped_step_is_finished_and_saved_and_the_run_ends_as_if_nothing_had
     assert [record["step"] for record in run.records()] == [1, 2]
     assert "Traceback" not in (run.path / "log.txt").read_text()
 
-    # To rank 0 alone; the other one hears of it in the step after.
-    while_saving = Fault("flushed", (("signal_rank", int(signal.SIGINT)), ("sleep", 0.5)), rank=0)
-    stop = run.launch(resume=True, fault=while_saving)
-    assert (stop.code, stop.resumed_from) == (130, "checkpoint-2"), stop.err
-    assert stop.result is not None and "stopped by SIGINT — stage 'one', saved after step 3" in stop.result["error"]
-    assert run.newest_whole() == "checkpoint-3" == f"checkpoint-{max(run.checkpoints)}"
+    if twice:
+        # To rank 0 alone; the other one hears of it in the step after.
+        while_saving = Fault("flushed", (("signal_rank", int(signal.SIGINT)), ("sleep", 0.5)), rank=0)
+        stop = run.launch(resume=True, fault=while_saving)
+        assert (stop.code, stop.resumed_from) == (130, "checkpoint-2"), stop.err
+        assert stop.result is not None and "stopped by SIGINT — stage 'one', saved after step 3" in stop.result["error"]
+        assert run.newest_whole() == "checkpoint-3" == f"checkpoint-{max(run.checkpoints)}"
 
     last = run.launch(resume=True)
-    assert (last.code, last.resumed_from) == (0, "checkpoint-3"), last.err
+    assert (last.code, last.resumed_from) == (0, "checkpoint-3" if twice else "checkpoint-2"), last.err
     run.check_same_end(reference)
 
 

@@ -11,6 +11,8 @@ EXPERTS = "lumina_ft/models/experts.py"
 EXPERT_PARALLEL = "lumina_ft/parallel/expert_parallel.py"
 EXPERT_LAYOUT = "lumina_ft/adapters/expert_layout.py"
 ZERO3 = "lumina_ft/parallel/zero3.py"
+TILE_KERNEL = "lumina_ft/kernels/attention/kernel.py"
+EXPERT_KERNEL = "lumina_ft/kernels/moe/kernel_forward.py"
 
 GATE_TESTS = ("tests/parity/test_gate.py",)
 BACKBONE_TESTS = ("tests/parity/test_backbone.py",)
@@ -18,6 +20,12 @@ FORWARD_TESTS = ("tests/parity/test_forward.py",)
 MASK_TESTS = ("tests/parity/test_attention_mask.py",)
 SHARED_EXPERTS_TESTS = ("tests/dist/test_expert_parallel.py",)
 EXPERT_ADAPTER_TESTS = ("tests/unit/adapters/test_expert_adapter.py",)
+INTERPRETER = "tests/interpreter/"
+TILE_TESTS = (f"{INTERPRETER}test_tiled_attention.py",)
+FAR_TESTS = (f"{INTERPRETER}test_wide_offsets.py",)
+FUSED_TESTS = (f"{INTERPRETER}test_fused_experts.py::test_float32_equals_float64",)
+FAR_EXPERT_TESTS = (f"{INTERPRETER}test_fused_experts.py::test_offsets_beyond_int32",)
+FUSED_LORA_TESTS = (f"{INTERPRETER}test_fused_lora.py::test_frozen_base",)
 
 
 class Fault(NamedTuple):
@@ -26,6 +34,11 @@ class Fault(NamedTuple):
     name: str
     edits: tuple[tuple[str, str, str], ...]
     tests: tuple[str, ...]
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether the tests interpret Triton kernels, which takes a process of its own."""
+        return self.tests[0].startswith(INTERPRETER)
 
 
 FAULTS = (
@@ -122,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "noisy_text_sees_its_clean_block",
-        ((ATTENTION_RULE, "(_SAME, _UP_TO, _NO, _BEFORE, _NO, _NO)", "(_SAME, _UP_TO, _NO, _UP_TO, _NO, _NO)"),),
+        ((ATTENTION_RULE, "(SAME, _UP_TO, _NO, BEFORE, _NO, _NO)", "(SAME, _UP_TO, _NO, _UP_TO, _NO, _NO)"),),
         MASK_TESTS,
     ),
     Fault(
@@ -222,5 +235,103 @@ FAULTS = (
         "expert_gradients_averaged_over_all_ranks",
         ((EXPERT_PARALLEL, "marked.allreduce = False", "marked.allreduce = True"),),
         SHARED_EXPERTS_TESTS,
+    ),
+    Fault(
+        "tile_mask_off_by_one_block",
+        (
+            (
+                TILE_KERNEL,
+                "(block_k >= block_q).to(tl.int32) + (block_k > block_q).to(tl.int32)",
+                "(block_k > block_q).to(tl.int32) + (block_k > block_q + 1).to(tl.int32)",
+            ),
+        ),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_kv_head_mapping",
+        (
+            (
+                TILE_KERNEL,
+                'see `tile_plan`.\n    """\n    head = tl.program_id(0) % (HEADS // PACK) * PACK\n'
+                "    key_head = head // (HEADS // KEY_HEADS)",
+                'see `tile_plan`.\n    """\n    head = tl.program_id(0) % (HEADS // PACK) * PACK\n'
+                "    key_head = head % KEY_HEADS",
+            ),
+        ),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_kv_head_mapping_in_backward",
+        ((TILE_KERNEL, "head = key_head * group + at % group", "head = at % group * KEY_HEADS + key_head"),),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_lse_correction_dropped",
+        ((TILE_KERNEL, "value, acc * shrink[:, None], input_precision", "value, acc, input_precision"),),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_lse_without_sum",
+        ((TILE_KERNEL, "peak + tl.math.log2(divisor)", "peak"),),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_ragged_tail_unmasked",
+        ((TILE_KERNEL, " inside = rows < tl.load(entries + 2 * at + 1)", " inside = rows >= 0"),),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_padding_rows_leak",
+        (
+            (
+                "lumina_ft/kernels/attention/tile_plan.py",
+                "valid=usable.astype(bool) & _inside(",
+                "valid=_inside(",
+            ),
+        ),
+        TILE_TESTS,
+    ),
+    Fault(
+        "tile_offset_overflows_int32",
+        ((TILE_KERNEL, "first.to(tl.int64) * stride", "first * stride"),),
+        FAR_TESTS,
+    ),
+    Fault(
+        "expert_offset_overflows_int32",
+        ((EXPERT_KERNEL, "base = expert.to(tl.int64) * WIDTH * HIDDEN", "base = expert * WIDTH * HIDDEN"),),
+        FAR_EXPERT_TESTS,
+    ),
+    Fault(
+        "expert_rows_ragged_tail_unmasked",
+        (
+            (
+                "lumina_ft/kernels/moe/kernel_backward.py",
+                "live = rows < end\n        left_rows",
+                "live = rows < end + (expert == 0).to(tl.int32)\n        left_rows",
+            ),
+        ),
+        FUSED_TESTS,
+    ),
+    Fault(
+        "expert_lora_scale_missing_in_backward",
+        (
+            (
+                "lumina_ft/kernels/moe/fused_forward.py",
+                "out, effective_scale(lora, rows.keys))",
+                "out, 1.0 if backward else effective_scale(lora, rows.keys))",
+            ),
+        ),
+        FUSED_LORA_TESTS,
+    ),
+    Fault(
+        "routing_weight_gradient_missing",
+        (
+            (
+                "lumina_ft/kernels/moe/fused_backward.py",
+                "None if parts is None else parts.sum(0)",
+                "None if parts is None else parts.sum(0) * 0",
+            ),
+        ),
+        FUSED_TESTS,
     ),
 )

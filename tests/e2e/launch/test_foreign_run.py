@@ -91,6 +91,7 @@ def test_a_signal_to_the_launcher_lets_its_ranks_save(run_file: Path, start, lau
     assert re.findall("^error: .*", err, re.M) == [f"error: {result['error']}"]
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_resume_from_the_checkpoint_that_rank_0_found_whole(run_file: Path, start, seen) -> None:
     sft = ("cli.py", "sft", "--config", str(run_file))
     _, err = start(*TORCHRUN, str(choose_port(0)), *sft).communicate(timeout=120)

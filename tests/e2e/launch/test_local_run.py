@@ -103,7 +103,9 @@ def test_a_killed_rank_is_named_with_its_signal(run_file: Path, start) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_signals_reach_the_ranks_and_nothing_survives(run_file: Path, start, seen, number: int, code: int) -> None:
     process = start_and_wait_for_ranks(run_file, start)
     process.send_signal(number)

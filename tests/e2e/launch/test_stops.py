@@ -66,6 +66,7 @@ def test_a_signal_to_every_process_of_the_job_lets_the_ranks_save(stopped) -> No
     assert f"{run.out_dir}/checkpoints/checkpoint-2 — " in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_signalled_alone_stops_the_run(stopped) -> None:
     run = stopped("stoppable")
     run.ranks[1].send_signal(signal.SIGINT)
