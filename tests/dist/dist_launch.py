@@ -39,7 +39,7 @@ def launch_ranks(
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
         }
-        command = [sys.executable, str(HERE / script), *map(str, args)]
+        command = [sys.executable, str(HERE / "run_rank.py"), str(HERE / script), *map(str, args)]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
