@@ -70,30 +70,16 @@ class Implementation(NamedTuple):
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
-def _pack_arguments(pack: Pack) -> dict[str, Any]:
-    """What both plans of a pack without padding take."""
-    return {
-        "starts": pack.starts,
-        "lengths": pack.lengths,
-        "type_ids": pack.type_ids,
-        "turn_ids": pack.turn_ids,
-        "block_ids": pack.block_ids,
-        "is_clean": pack.is_clean,
-        "valid": torch.ones_like(pack.is_clean),
-        "has_metadata": True,
-    }
-
-
 def _tile_plan(pack: Pack, head_dim: int, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> TilePlan:
     return plan_tiles(
-        **_pack_arguments(pack), head_dim=head_dim, heads_per_key=heads_per_key, dtype=dtype, device=device
+        **pack.plan_arguments(), head_dim=head_dim, heads_per_key=heads_per_key, dtype=dtype, device=device
     )
 
 
 def _segment_plan(
     pack: Pack, head_dim: int, heads_per_key: int, dtype: torch.dtype, device: torch.device
 ) -> SegmentedPlan:
-    return plan_segments(**_pack_arguments(pack), dtype=dtype)
+    return plan_segments(**pack.plan_arguments(), dtype=dtype)
 
 
 TRITON = Implementation(fused_experts, fused_mlp, fused_route, _tile_plan, tiled_attention)

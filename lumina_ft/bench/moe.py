@@ -1,8 +1,7 @@
 """Routed experts as grouped products against a loop over per-expert weights: processor time."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lumina_ft.bench.kernels.measure import one_thread
 from lumina_ft.errors import RunError
 from lumina_ft.kernels.moe.grouped import grouped_experts
 from lumina_ft.kernels.moe.ref import expert_loop
@@ -45,7 +45,7 @@ def bench_moe(
         RunError: the results disagree.
     """
     case = _MoECase.draw(tokens, hidden, width, experts, top_k, seed)
-    with _one_thread():
+    with one_thread():
         case.check_agreement()
         ms = case.median_ms(repeats)
     return {
@@ -142,13 +142,3 @@ class _MoECase:
 
 def _grad(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -62,8 +62,6 @@ ADAPTER = {
     "targets": ["attention", "experts"],
     "modules_to_save": ["lm_head"],
 }
-pytestmark = pytest.mark.slow
-
 JOBS_OF_A_LAUNCH = 12
 MATRIX_SECONDS = 1800
 """The first test waits for all of its fixture's runs."""
@@ -291,6 +289,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loaded", "saved"), ADAPTED, ids=str)
 def test_an_adapter_continues_at_another_number_of_ranks_zero_stage_and_spread_of_experts(adapted, loaded, saved):
     adapted.check(loaded, saved)
@@ -309,6 +308,7 @@ def balanced(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loaded", "saved"), BALANCED, ids=str)
 def test_M4_a_bias_that_moves_beside_an_adapter_is_stored_with_a_base_of_its_own(balanced, loaded, saved):
     balanced.check(loaded, saved)
@@ -330,10 +330,8 @@ WHOLE = [
 EVERY = [
     (loaded if loaded == saved else loaded._replace(zero=5 - saved.zero), saved)
     for loaded, saved in product(WHOLE, WHOLE)
-]
+] + [(Topology(4, 2, 2), TWO_SHARED)]
 """Each number of ranks and spread to each other one, into the other ZeRO stage; and each topology to itself."""
-
-EVERY.append((Topology(4, 2, 2), TWO_SHARED))
 
 
 @pytest.fixture(scope="module")
@@ -343,12 +341,14 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(MATRIX_SECONDS)
 @pytest.mark.parametrize(("loaded", "saved"), EVERY, ids=str)
 def test_every_topology_continues_the_checkpoints_of_every_other(every, loaded, saved):
     every.check(loaded, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(MATRIX_SECONDS)
 @pytest.mark.parametrize("topology", WHOLE, ids=str)
 def test_uninterrupted_runs_agree_at_every_topology(every, topology):

@@ -15,8 +15,9 @@ FLOAT32_LIMIT = 1e-6
 BFLOAT16_LIMIT = 6e-3
 BFLOAT16_RATIO = 1.2
 ROUNDING = 2.0**-9
-"""Largest relative error of one rounding to bfloat16. On a handful of numbers luck decides which of two correct
-results is nearer, so the ratio isn't asked for below it."""
+"""Largest relative error of one rounding to bfloat16."""
+FEW = 1024
+"""On fewer numbers luck decides which of two correct results is nearer, so the ratio isn't asked for below ROUNDING."""
 
 _MAP_NORESERVE = 0x4000
 """Linux; the module `mmap` names it only in newer versions of Python."""
@@ -111,7 +112,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 def _bfloat16_limit(own: Tensor | None, exact: Tensor) -> float:
     assert own is not None
-    return min(BFLOAT16_LIMIT, max(BFLOAT16_RATIO * relative_error(own, exact), ROUNDING))
+    limit = BFLOAT16_RATIO * relative_error(own, exact)
+    return min(BFLOAT16_LIMIT, max(limit, ROUNDING) if exact.numel() < FEW else limit)
 
 
 def guarded(tensor: Tensor, margin: int = 4096) -> Tensor:

@@ -63,22 +63,6 @@ class Problem:
         self.k, self.v = (normal(sizes.key_heads).requires_grad_() for _ in "kv")
         self.upstream = normal(sizes.heads)
         self.inputs = {"q": self.q, "k": self.k, "v": self.v}
-        # Padding would have False here; these packs have none.
-        self.valid = torch.ones(self.pack.tokens, dtype=torch.bool, device=device)
-
-    def plan_arguments(self) -> dict[str, Any]:
-        """What both plans of packed rows take."""
-        pack = self.pack
-        return {
-            "starts": pack.starts,
-            "lengths": pack.lengths,
-            "type_ids": pack.type_ids,
-            "turn_ids": pack.turn_ids,
-            "block_ids": pack.block_ids,
-            "is_clean": pack.is_clean,
-            "valid": self.valid,
-            "has_metadata": True,
-        }
 
     def reference(self) -> dict[str, Tensor]:
         """Sample by sample, in float64, or in float32 for bfloat16."""
@@ -167,7 +151,7 @@ def _planned(problem: Problem, plan: Callable[[], Any], attend: _Attend) -> Side
 
 
 def _tiled(problem: Problem) -> Side:
-    arguments, sizes = problem.plan_arguments(), problem.sizes
+    arguments, sizes = problem.pack.plan_arguments(), problem.sizes
     return _planned(
         problem,
         lambda: plan_tiles(
@@ -181,7 +165,7 @@ def _tiled(problem: Problem) -> Side:
 
 
 def _segmented(problem: Problem) -> Side:
-    arguments = problem.plan_arguments()
+    arguments = problem.pack.plan_arguments()
     return _planned(problem, lambda: plan_segments(**arguments, dtype=problem.dtype), segmented_attention)
 
 

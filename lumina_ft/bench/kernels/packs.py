@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,19 @@ class Pack:
     def to(self, device: torch.device) -> "Pack":
         tensors = ("type_ids", "turn_ids", "block_ids", "is_clean")
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+    def plan_arguments(self) -> dict[str, Any]:
+        """What attention plans of packed rows take; there is no padding."""
+        return {
+            "starts": self.starts,
+            "lengths": self.lengths,
+            "type_ids": self.type_ids,
+            "turn_ids": self.turn_ids,
+            "block_ids": self.block_ids,
+            "is_clean": self.is_clean,
+            "valid": torch.ones_like(self.is_clean),
+            "has_metadata": True,
+        }
 
     def sample_mask(self, number: int) -> Tensor:
         """[L, L] bool, the rule inside one sample."""

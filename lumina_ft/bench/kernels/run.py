@@ -100,14 +100,7 @@ def live_shares(device: torch.device) -> dict[str, Any]:
         pack = build_pack(layout)
         with record_launches(name):
             plan = plan_tiles(
-                pack.starts,
-                pack.lengths,
-                type_ids=pack.type_ids,
-                turn_ids=pack.turn_ids,
-                block_ids=pack.block_ids,
-                is_clean=pack.is_clean,
-                valid=torch.ones(pack.tokens, dtype=torch.bool),
-                has_metadata=True,
+                **pack.plan_arguments(),
                 head_dim=sizes.head_dim,
                 dtype=torch.bfloat16,
                 heads_per_key=sizes.heads // sizes.key_heads,

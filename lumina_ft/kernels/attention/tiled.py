@@ -3,7 +3,7 @@
 Shape legend: T tokens, Hq query heads, Hk key heads, D head dim.
 """
 
-from math import log2
+import math
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lumina_ft.kernels.launch import launch, tile_for
 
 MAX_HEAD_DIM = 128
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
-LOG2_E = log2(2.718281828459045)
+LOG2_E = math.log2(math.e)
 
 
 def tiled_unsupported_reason(head_dim: int, dtype: torch.dtype) -> str | None:
